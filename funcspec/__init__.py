@@ -1,0 +1,44 @@
+"""Speculative decoding of language models as values and functions."""
+
+from funcspec import drafters, models, rules
+from funcspec.admission import Admitted, admit, init, release
+from funcspec.config import SpecConfig
+from funcspec.errors import DonatedStateError, FuncspecError
+from funcspec.generation import Emission, generate
+from funcspec.noise import NOISE_VERSION
+from funcspec.snapshots import Snapshot, restore, snapshot
+from funcspec.state import SpecState, any_active, fork
+from funcspec.steps import Draft, Scores, Verdict, accept, decode, prefill, score, step_round, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NOISE_VERSION",
+    "Admitted",
+    "DonatedStateError",
+    "Draft",
+    "Emission",
+    "FuncspecError",
+    "Scores",
+    "Snapshot",
+    "SpecConfig",
+    "SpecState",
+    "Verdict",
+    "accept",
+    "admit",
+    "any_active",
+    "decode",
+    "drafters",
+    "fork",
+    "generate",
+    "init",
+    "models",
+    "prefill",
+    "release",
+    "restore",
+    "rules",
+    "score",
+    "snapshot",
+    "step_round",
+    "verify",
+]

@@ -1,0 +1,454 @@
+"""Who is in the state: making it, taking prompts in, letting rows go. Outside the steps of a round."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcspec.config import MIN_TEMPERATURE, SpecConfig
+from funcspec.constants import NO_TOKEN
+from funcspec.drafters.base import Drafter
+from funcspec.errors import ArgumentTypeError, CapacityError, ModelError, refuse
+from funcspec.kernels.acceptance import AT_LENGTH, NOT_FINISHED, STOPPED
+from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
+from funcspec.models.base import ForwardBatch, Model
+from funcspec.noise import TARGET, split_seed
+from funcspec.pool import Branch, Pool, RowBlocks
+from funcspec.state import ARRAY_FIELDS, ROUND_START, Buffers, Lease, Partner, SpecState, check_phase, check_state, name_step
+from funcspec.transition import Transition, run_model
+
+DEFAULT_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What `admit` did, one entry a prompt.
+
+    Attributes:
+        rows: the row each prompt went to.
+        tokens: the first token of each, sampled by the target.
+        finish_reason: 0, or why a row ended at once (1 stop id, 2 length).
+        bad_row: 1 where the logits were not finite.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finish_reason: tuple[int, ...]
+    bad_row: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its validated settings: what `validate` makes and `admit_requests` takes."""
+
+    prompt: list[int]
+    seed: tuple[int, int]
+    temperature: float
+    row_limit: int
+    stop_ids: list[int]
+
+
+def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> SpecState:
+    """Make an empty state for a target and a drafter, with all buffers preallocated.
+
+    Args:
+        config: capacities, rule, device.
+        target: the model whose output is kept.
+        drafter: who drafts; None for plain decoding in the shape of speculative passes.
+
+    Returns:
+        a state without live rows.
+
+    Raises:
+        ModelError: target, drafter and configuration do not fit; names both values.
+
+    Example:
+        >>> import funcspec as fs
+        >>> config = fs.SpecConfig(max_num_reqs=2, max_model_len=32, num_speculative_tokens=3, rule=fs.rules.greedy)
+        >>> fs.init(config, fs.models.ChecksumModel())
+        SpecState(round start, 0 of 2 rows live, K=3, L=32, rules.greedy)
+    """
+    if not isinstance(config, SpecConfig):
+        refuse("config", "a SpecConfig", type(config).__name__, "make one with SpecConfig(...)", ArgumentTypeError)
+    _check_model("target", target, config)
+    if target.max_len < config.max_model_len:
+        raise ModelError(
+            f"target: expected max_len of at least max_model_len = {config.max_model_len}, got {target.max_len}. "
+            "Fix: lower max_model_len, or use a target with a longer context."
+        )
+    draft_model = None
+    if drafter is not None:
+        if not isinstance(drafter, Drafter):
+            refuse("drafter", "a drafter or None", type(drafter).__name__, "wrap a model with funcspec.drafters.standalone", ArgumentTypeError)
+        drafter.init(config, target)
+        draft_model = drafter.kv_model
+        if draft_model is not None:
+            _check_model("drafter", draft_model, config)
+    models = {"target": Partner(target.vocab_size, target.max_len)}
+    branches: dict[str, Branch] = {"target": _empty_branch("target", target, config)}
+    if draft_model is not None:
+        models["draft"] = Partner(draft_model.vocab_size, draft_model.max_len)
+        branches["draft"] = _empty_branch("draft", draft_model, config)
+    known = [0] * config.max_num_reqs
+    lease = Lease(Buffers.filled(config), name_step("init"), branches["target"], branches.get("draft"), models, known)
+    return SpecState(config, lease)
+
+
+def admit(
+    state: SpecState,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seeds: Sequence[int] | None = None,
+    temperature: float | Sequence[float] = 0.0,
+    max_tokens: int | Sequence[int] | None = None,
+    stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+    rows: Sequence[int] | None = None,
+    chunk: int | None = None,
+    donate: bool = False,
+) -> tuple[SpecState, Admitted]:
+    """Take prompts into free rows: into the KV of both models, and sample the first token of each.
+
+    Prompts are ingested one by one, so that what a row gets does not depend on its company. Blocks for the whole row are
+    reserved here; no later step can run out of them except when it copies on write.
+
+    Args:
+        state: a state at the start of a round.
+        target, drafter: the models the state was made for.
+        prompts: token ids of each prompt, at least one id and at most max_model_len - 1.
+        seeds: a 64-bit seed for each prompt. None draws fresh ones; they are in the state, so the run can be replayed.
+        temperature: 0 (greedy) or at least 0.01; one number, or one for each prompt.
+        max_tokens: most tokens to generate, at least 1; None up to max_model_len.
+        stop_ids: ids that end a row (they are emitted): one list for all prompts, or one for each.
+        rows: free rows to use; None takes the lowest ones.
+        chunk: tokens ingested in one pass; None is 512. Smaller chunks give the same small buffers, KV to rounding.
+        donate: reuse the state's buffers and leave the state dead.
+
+    Returns:
+        the new state and an `Admitted`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a prompt or setting is out of range.
+        CapacityError: no free row, a prompt or a stop list too long.
+        PoolExhaustedError: too few blocks. In all cases nothing was written and the state stays usable.
+    """
+    check_state(state, "admit")
+    requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, stop_ids)
+    return admit_requests(state, target, drafter, requests, rows=rows, chunk=chunk, donate=donate)
+
+
+def admit_requests(
+    state: SpecState,
+    target: Model,
+    drafter: Drafter | None,
+    requests: list[Request],
+    *,
+    rows: Sequence[int] | None = None,
+    chunk: int | None = None,
+    donate: bool = False,
+) -> tuple[SpecState, Admitted]:
+    """`admit` for requests that `validate` has checked against the same configuration."""
+    check_phase(check_state(state, "admit"), "admit", (ROUND_START,), "finish the round with verify first")
+    chosen = _free_rows(state, len(requests), rows)
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        refuse("chunk", "a positive int or None", repr(chunk), "leave it out for the default")
+    step = Transition(state, "admit", donate=donate)
+    draft_model = partner_model(state, target, drafter)
+    size = chunk or DEFAULT_CHUNK
+    target_rows = _reserve(step.target.pool, requests, state.config.max_model_len, state.config)
+    draft_rows: list[RowBlocks] = []
+    if draft_model is not None and step.draft is not None:
+        draft_rows = _reserve(step.draft.pool, requests, min(draft_model.max_len, state.config.max_model_len), state.config)
+    firsts, flags = [], []
+    for index, request in enumerate(requests):
+        logits = ingest(target, step.target.pool, target_rows[index], request.prompt, 0, size, state.config.device)
+        token, bad = _first_token(logits, request, state.config.device)
+        if draft_model is not None and step.draft is not None:
+            readable = request.prompt[: draft_model.max_len]
+            ingest(draft_model, step.draft.pool, draft_rows[index], readable, 0, size, state.config.device)
+        firsts.append(token)
+        flags.append(bad)
+    reasons = [_first_reason(request, token) for request, token in zip(requests, firsts, strict=True)]
+    step.target = step.target.with_rows(dict(zip(chosen, target_rows, strict=True)))
+    if step.draft is not None and draft_rows:
+        step.draft = step.draft.with_rows(dict(zip(chosen, draft_rows, strict=True)))
+    draft_limit = draft_model.max_len if draft_model is not None else 0
+    _write_rows(step, chosen, requests, firsts, reasons, flags, draft_limit)
+    known = list(step.known_num_tokens)
+    for row, request in zip(chosen, requests, strict=True):
+        known[row] = len(request.prompt) + 1
+    step.known_num_tokens = known
+    return step.close(ROUND_START), Admitted(tuple(chosen), tuple(firsts), tuple(reasons), tuple(flags))
+
+
+def release(state: SpecState, rows: Sequence[int], *, donate: bool = False) -> SpecState:
+    """Let rows go: they become idle and their blocks return to the pools once no other state holds them.
+
+    Args:
+        state: any live state.
+        rows: distinct row numbers; releasing an idle row does nothing.
+        donate: reuse the state's buffers and leave the state dead.
+
+    Raises:
+        ArgumentError: a row number is out of range or twice in the list.
+    """
+    check_state(state, "release")
+    numbers = _row_numbers(rows, state.config)
+    step = Transition(state, "release", donate=donate)
+    index = torch.tensor(numbers, dtype=torch.int64, device=state.config.device)
+    for name, declared in ARRAY_FIELDS.items():
+        getattr(step.fields, name).index_fill_(0, index, declared["fill"])
+    step.target = step.target.with_rows(dict.fromkeys(numbers))
+    if step.draft is not None:
+        step.draft = step.draft.with_rows(dict.fromkeys(numbers))
+    step.known_num_tokens = [0 if row in numbers else count for row, count in enumerate(step.known_num_tokens)]
+    return step.close(step.phase, stamp=step.stamp, draft_steps=step.draft_steps)
+
+
+def partner_model(state: SpecState, target: Model | None, drafter: Drafter | None) -> Model | None:
+    """Refuse models that the state was not made for; return the model that drafts, if any."""
+    lease = state.lease
+    if target is not None:
+        check_partner("target", target, lease.models["target"], lease.target.pool)
+    expects = lease.draft is not None
+    if drafter is not None and not isinstance(drafter, Drafter):
+        refuse("drafter", "a drafter or None", type(drafter).__name__, "wrap a model with funcspec.drafters.standalone", ArgumentTypeError)
+    model = drafter.kv_model if drafter is not None else None
+    if expects != (model is not None):
+        raise ModelError(
+            f"drafter: expected {'the drafter' if expects else 'None, as'} the state was made with, got {type(drafter).__name__}. "
+            "Fix: pass the same drafter to init and to every step."
+        )
+    if model is not None and lease.draft is not None:
+        check_partner("drafter", model, lease.models["draft"], lease.draft.pool)
+    return model
+
+
+def check_partner(argument: str, model: Model, partner: Partner, pool: Pool) -> None:
+    """Refuse a model whose sizes differ from those of the model the state was made for."""
+    found = (model.vocab_size, model.max_len, model.kv_spec)
+    if found != (partner.vocab_size, partner.max_len, pool.kv_spec):
+        raise ModelError(
+            f"{argument}: expected the model the state was made for (vocabulary {partner.vocab_size}, max_len {partner.max_len}, "
+            f"{pool.kv_spec.num_layers} KV layers), got vocabulary {found[0]}, max_len {found[1]}, {found[2].num_layers} KV layers. "
+            "Fix: make a new state with init for another pair."
+        )
+
+
+def ingest(model: Model, pool: Pool, blocks: RowBlocks, tokens: Sequence[int], start: int, chunk: int, device: str) -> torch.Tensor | None:
+    """Feed `tokens`, at positions from `start` on, to one row of a pool, `chunk` at a time.
+
+    Returns:
+        logits [1, V] after the last token, or None if there are no tokens.
+    """
+    logits = None
+    size = pool.block_size
+    table = torch.tensor([blocks.ids], dtype=torch.int32, device=device)
+    for begin in range(0, len(tokens), chunk):
+        part = list(tokens[begin : begin + chunk])
+        positions = range(start + begin, start + begin + len(part))
+        slots = [blocks.ids[position // size] * size + position % size for position in positions]
+        inputs = torch.tensor([part, list(positions), slots], dtype=torch.int32).to(device)
+        bounds = torch.tensor([0, len(part), positions.stop, len(part) - 1], dtype=torch.int32).to(device)
+        batch = ForwardBatch(inputs[0], inputs[1], bounds[:2], bounds[2:3], inputs[2], table, bounds[3:], len(part))
+        logits = run_model(model, pool, batch, 1)
+    return logits
+
+
+def _check_model(argument: str, model: object, config: SpecConfig) -> None:
+    if not isinstance(model, Model):
+        refuse(argument, "a Model (vocab_size, max_len, kv_spec, forward)", type(model).__name__, "wrap it with a function of funcspec.models", ArgumentTypeError)
+    device = getattr(model, "device", None)
+    if device is not None and torch.device(device).type != torch.device(config.device).type:
+        raise ModelError(f"{argument}: expected a model on {config.device}, got one on {device}. Fix: move the model, or set SpecConfig.device.")
+
+
+def _empty_branch(role: str, model: Model, config: SpecConfig) -> Branch:
+    pool = Pool(role, model.kv_spec, config.num_kv_blocks, config.block_size, config.device)
+    return Branch(pool, (None,) * config.max_num_reqs)
+
+
+def _each(argument: str, value: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
+    """One value for every prompt, from one value or a sequence."""
+    values = [value] * count if isinstance(value, kinds) or value is None else list(value) if isinstance(value, Sequence) else None
+    if values is None or len(values) != count:
+        refuse(argument, f"one value or {count}, one a prompt", repr(value), "match the number of prompts")
+    return values
+
+
+def validate(
+    config: SpecConfig,
+    target: Model,
+    prompts: Any,
+    seeds: Any,
+    temperature: Any,
+    max_tokens: Any,
+    stop_ids: Any,
+) -> list[Request]:
+    """Check prompts and settings as `admit` takes them; refuses the first thing that is out of range."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or not prompts:
+        refuse("prompts", "a non-empty sequence of token id sequences", repr(prompts)[:60], "tokenise first and pass a list of prompts")
+    count = len(prompts)
+    if seeds is not None and (isinstance(seeds, int) or len(seeds) != count):
+        refuse("seeds", f"{count} seeds, one a prompt", repr(seeds), "give every prompt a seed, or None for fresh ones")
+    seeds = [secrets.randbits(64) for _ in range(count)] if seeds is None else seeds
+    temperatures = _each("temperature", temperature, count, (int, float))
+    limits = _each("max_tokens", max_tokens, count, (int,))
+    shared = not stop_ids or isinstance(stop_ids[0], int)
+    stops = [list(stop_ids)] * count if shared else _each("stop_ids", stop_ids, count, ())
+    return [
+        Request(
+            _check_prompt(index, prompts[index], config, target.vocab_size),
+            split_seed(seeds[index]),
+            _check_temperature(temperatures[index], config),
+            _row_limit(limits[index], len(prompts[index]), config),
+            _check_ids("stop_ids", stops[index], target.vocab_size, config.max_num_stop_ids),
+        )
+        for index in range(count)
+    ]
+
+
+def _check_prompt(index: int, prompt: Any, config: SpecConfig, vocab_size: int) -> list[int]:
+    name = f"prompts[{index}]"
+    if isinstance(prompt, int | str | bytes) or not (isinstance(prompt, Sequence) or hasattr(prompt, "tolist")):
+        refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a list of prompts, each a list of ints", ArgumentTypeError)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not ids:
+        refuse(name, "at least one token id", "an empty prompt", "start with the model's first token")
+    if len(ids) >= config.max_model_len:
+        refuse(name, f"at most max_model_len - 1 = {config.max_model_len - 1} ids", len(ids), "shorten it or raise max_model_len", CapacityError)
+    return _check_ids(name, ids, vocab_size, len(ids))
+
+
+def _check_ids(argument: str, ids: Sequence[Any], vocab_size: int, most: int) -> list[int]:
+    if len(ids) > most:
+        refuse(argument, f"at most max_num_stop_ids = {most} ids", len(ids), "raise SpecConfig.max_num_stop_ids", CapacityError)
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            refuse(argument, "int token ids", f"{token!r} ({type(token).__name__})", "convert ids to Python ints", ArgumentTypeError)
+        if not 0 <= token < vocab_size:
+            refuse(argument, f"ids from 0 to {vocab_size - 1}", token, "use the target's tokenizer")
+    return list(ids)
+
+
+def _check_temperature(value: Any, config: SpecConfig) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse("temperature", "a number", f"{value!r} ({type(value).__name__})", "use 0 for greedy", ArgumentTypeError)
+    if not math.isfinite(value) or value < 0 or 0 < value < MIN_TEMPERATURE:
+        refuse("temperature", f"0 (greedy) or a finite number of at least {MIN_TEMPERATURE}", value, "use 0 for greedy")
+    if value > 0 and not config.rule.samples:
+        refuse("temperature", f"0 under {config.rule!r}", value, "use rules.coupled to sample")
+    return float(value)
+
+
+def _row_limit(max_tokens: Any, prompt_len: int, config: SpecConfig) -> int:
+    if max_tokens is None:
+        return config.max_model_len
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        refuse("max_tokens", "a positive int or None", repr(max_tokens), "ask for at least one token")
+    return min(config.max_model_len, prompt_len + max_tokens)
+
+
+def _row_numbers(rows: Any, config: SpecConfig) -> list[int]:
+    numbers = list(rows) if isinstance(rows, Sequence) else [rows]
+    for row in numbers:
+        if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < config.max_num_reqs:
+            refuse("rows", f"row numbers from 0 to {config.max_num_reqs - 1}", repr(row), "use rows of this state")
+    if len(set(numbers)) != len(numbers):
+        refuse("rows", "distinct rows", numbers, "name every row once")
+    return numbers
+
+
+def _free_rows(state: SpecState, count: int, rows: Any) -> list[int]:
+    free = [row for row, blocks in enumerate(state.lease.target.rows) if blocks is None]
+    if rows is None:
+        if count > len(free):
+            found = f"{count} prompts for {len(free)} free rows"
+            refuse("prompts", "a free row for each prompt", found, "release finished rows, or raise max_num_reqs", CapacityError)
+        return free[:count]
+    numbers = _row_numbers(rows, state.config)
+    if len(numbers) != count:
+        refuse("rows", f"{count} rows, one a prompt", len(numbers), "name one row for each prompt")
+    for row in numbers:
+        if row not in free:
+            refuse("rows", f"free rows ({free})", row, "release the row first", CapacityError)
+    return numbers
+
+
+def _reserve(pool: Pool, requests: list[Request], longest: int, config: SpecConfig) -> list[RowBlocks]:
+    ahead = config.num_speculative_tokens + 1
+    return pool.reserve([-(-min(longest, request.row_limit + ahead) // config.block_size) for request in requests])
+
+
+def _first_token(logits: torch.Tensor | None, request: Request, device: str) -> tuple[int, int]:
+    """Sample the token after the prompt, with the same kernel and noise as every later token."""
+    assert logits is not None
+    partials = choose_tokens_partials(logits.shape[1])
+    low, high = request.seed
+    integers = torch.tensor([0, len(request.prompt) - 1, low, high, NO_TOKEN, 0], dtype=torch.int32).to(device)
+    choose_tokens_(
+        logits=logits,
+        logits_indices=None,
+        token_rows=integers[0:1],
+        positions=integers[1:2],
+        temperature=torch.tensor([request.temperature], dtype=torch.float32).to(device),
+        seed=integers[2:4].view(1, 2),
+        stream=TARGET,
+        nonce_length=None,
+        token_ids=None,
+        out_tokens=integers[4:5],
+        out_bad=integers[5:6],
+        scratch_scores=torch.zeros(1, partials, device=device),
+        scratch_tokens=torch.zeros(1, partials, dtype=torch.int32, device=device),
+        scratch_bad=torch.zeros(1, partials, dtype=torch.int32, device=device),
+    )
+    _, _, _, _, token, bad = integers.tolist()
+    return token, bad
+
+
+def _first_reason(request: Request, token: int) -> int:
+    if token in request.stop_ids:
+        return STOPPED
+    return AT_LENGTH if len(request.prompt) + 1 >= request.row_limit else NOT_FINISHED
+
+
+def _write_rows(
+    step: Transition,
+    rows: list[int],
+    requests: list[Request],
+    firsts: list[int],
+    reasons: list[int],
+    flags: list[int],
+    draft_limit: int,
+) -> None:
+    """Fill the small buffers of admitted rows; every field is written, so nothing of a row's former owner survives."""
+    config, device = step.config, step.config.device
+    index = torch.tensor(rows, dtype=torch.int64, device=device)
+
+    def pad(values: list[int], width: int) -> list[int]:
+        return values + [NO_TOKEN] * (width - len(values))
+
+    values: dict[str, list[Any]] = {
+        "tokens": [pad([*request.prompt, first], config.max_model_len) for request, first in zip(requests, firsts, strict=True)],
+        "num_tokens": [len(request.prompt) + 1 for request in requests],
+        "prompt_len": [len(request.prompt) for request in requests],
+        "row_limit": [request.row_limit for request in requests],
+        "draft_len": [min(len(request.prompt), draft_limit) for request in requests],
+        "num_draft": [0] * len(rows),
+        "num_drafted": [0] * len(rows),
+        "is_live": [int(reason == NOT_FINISHED) for reason in reasons],
+        "finish_reason": reasons,
+        "bad_row": flags,
+        "temperature": [request.temperature for request in requests],
+        "seed": [list(request.seed) for request in requests],
+        "stop_ids": [pad(request.stop_ids, config.max_num_stop_ids) for request in requests],
+        "block_tables": step.target.table(config.blocks_per_row)[rows].tolist(),
+    }
+    if step.draft is not None:
+        values["draft_block_tables"] = step.draft.table(config.blocks_per_row)[rows].tolist()
+    for name, new in values.items():
+        getattr(step.fields, name)[index] = torch.tensor(new, dtype=ARRAY_FIELDS[name]["dtype"]).view(len(rows), *getattr(step.fields, name).shape[1:]).to(device)

@@ -1,0 +1,52 @@
+"""What a drafter is: a frozen value that drafts on an open step."""
+
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+import torch
+
+from funcspec.config import SpecConfig
+from funcspec.models.base import Model
+
+if TYPE_CHECKING:
+    from funcspec.transition import Transition
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Anything with these members can draft; no base class and no registry is needed.
+
+    Attributes:
+        proposal: "sampled" if drafts are drawn from a distribution of the drafter, "point" if they are just proposed.
+        token_ids: [V_draft] int32, draft id to target id, or None where they are the same.
+        kv_model: the model whose KV the state keeps for this drafter, or None.
+    """
+
+    @property
+    def proposal(self) -> Literal["sampled", "point"]: ...
+
+    @property
+    def token_ids(self) -> torch.Tensor | None: ...
+
+    @property
+    def kv_model(self) -> Model | None: ...
+
+    def init(self, config: SpecConfig, target: Model) -> None:
+        """Check that the drafter fits the target and the configuration.
+
+        Raises:
+            ModelError: the drafter cannot draft for this target; names both values.
+        """
+        ...
+
+    def first(self, transition: "Transition", wanted: torch.Tensor) -> None:
+        """Draft step 0: take in what was committed since the last round and append the first draft of every row.
+
+        Args:
+            transition: the open step.
+            wanted: [R] int32, drafts asked for. Rows that want none are fed all the same.
+        """
+        ...
+
+    def next(self, transition: "Transition") -> None:
+        """One more draft for every row that has fewer than planned. Drafters that fill all places at step 0 do nothing."""
+        ...

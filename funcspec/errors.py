@@ -1,0 +1,71 @@
+"""Every error the library raises on purpose.
+
+Each message names the argument, what was expected, what came and the likely fix.
+"""
+
+from typing import NoReturn
+
+
+class FuncspecError(Exception):
+    """Base class of all errors raised by funcspec."""
+
+
+class ArgumentError(FuncspecError, ValueError):
+    """An argument has the right type but a value that cannot work."""
+
+
+class ArgumentTypeError(FuncspecError, TypeError):
+    """An argument has the wrong type or dtype."""
+
+
+class CapacityError(ArgumentError):
+    """A preallocated buffer is too small: no free row, prompt too long, too many stop ids."""
+
+
+class PoolExhaustedError(CapacityError):
+    """Too few free KV blocks. Nothing was written."""
+
+
+class StateError(FuncspecError, ValueError):
+    """A state cannot be used for this step."""
+
+
+class DonatedStateError(StateError):
+    """The state was consumed by an earlier step that ran with `donate=True`."""
+
+
+class StepOrderError(StateError):
+    """The state is at another point of the round than the step needs."""
+
+
+class StaleScoresError(StateError):
+    """Scores were made from another state than the one they are applied to."""
+
+
+class ModelError(FuncspecError, ValueError):
+    """A model breaks its contract or does not fit the state or its partner."""
+
+
+class BackendError(FuncspecError, RuntimeError):
+    """The asked-for kernel backend cannot run here."""
+
+
+def refuse(argument: str, expected: str, actual: object, fix: str, error: type[Exception] = ArgumentError) -> NoReturn:
+    """Raise `error` in the library's one message form.
+
+    Args:
+        argument: name of the offending argument, as the caller spells it.
+        expected: what would have been right.
+        actual: what came.
+        fix: the likely remedy.
+        error: class to raise, an `ArgumentError` unless told otherwise.
+
+    Raises:
+        error: always.
+
+    Example:
+        >>> refuse("chunk", "a positive integer", 0, "leave it out")
+        Traceback (most recent call last):
+        funcspec.errors.ArgumentError: chunk: expected a positive integer, got 0. Fix: leave it out.
+    """
+    raise error(f"{argument}: expected {expected}, got {actual}. Fix: {fix}.")

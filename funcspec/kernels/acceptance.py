@@ -1,0 +1,229 @@
+"""Acceptance by matching: keep drafts while they equal the target's own choice, then emit that choice; trim; commit.
+
+Serves greedy acceptance (the choice is the arg-max) and the Gumbel coupling (the choice is drawn with the noise that the
+drafter used too). Daliri, Musco and Suresh 2024, arXiv 2408.07978.
+"""
+
+import torch
+
+from funcspec.constants import NO_TOKEN
+from funcspec.errors import refuse
+from funcspec.kernels._triton import jit, tl
+from funcspec.kernels.op import Op, next_power_of_2
+
+ACCEPTED, RECOVERED, BONUS = 0, 1, 2
+"""Origins of an emitted token: an accepted draft, the target's token after a rejection, the target's token after none."""
+
+NOT_FINISHED, STOPPED, AT_LENGTH = 0, 1, 2
+"""Finish reasons of a row."""
+
+
+@jit
+def accept_matching_kernel(
+    chosen_ptr,  # [R * W] int32
+    bad_ptr,  # [R * W] int32
+    row_limit_ptr,  # [R] int32
+    stop_ids_ptr,  # [R, S] int32
+    tokens_ptr,  # [R, L] int32, written
+    num_tokens_ptr,  # [R] int32, written
+    num_draft_ptr,  # [R] int32, written
+    num_drafted_ptr,  # [R] int32, written
+    is_live_ptr,  # [R] int32, written
+    finish_reason_ptr,  # [R] int32, written
+    bad_row_ptr,  # [R] int32, written
+    out_tokens_ptr,  # [R, W] int32, written
+    out_origin_ptr,  # [R, W] int32, written
+    out_num_accepted_ptr,  # [R] int32, written
+    out_num_emitted_ptr,  # [R] int32, written
+    out_num_drafted_ptr,  # [R] int32, written
+    out_bad_row_ptr,  # [R] int32, written
+    tokens_stride,
+    NUM_STOP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    inside = lane < WIDTH
+    live = tl.load(is_live_ptr + row) != 0
+    n = tl.load(num_tokens_ptr + row)
+    limit = tl.load(row_limit_ptr + row)
+    num_draft = tl.where(live, tl.minimum(tl.load(num_draft_ptr + row), tl.load(num_drafted_ptr + row)), 0)
+    at = row.to(tl.int64) * WIDTH + lane
+    place = tokens_ptr + row.to(tl.int64) * tokens_stride + n + lane
+    chosen = tl.load(chosen_ptr + at, mask=inside, other=-1)
+    draft = tl.load(place, mask=lane < num_draft, other=-1)
+    kept = tl.min(tl.where((lane < num_draft) & (draft != chosen), lane, num_draft), axis=0)
+    is_stop = lane < 0
+    for s in tl.static_range(NUM_STOP):
+        stop = tl.load(stop_ids_ptr + row * NUM_STOP + s)
+        is_stop = is_stop | ((stop >= 0) & (chosen == stop))
+    first_stop = tl.min(tl.where(is_stop & (lane <= kept), lane, WIDTH), axis=0)
+    emitted = tl.minimum(tl.minimum(kept + 1, first_stop + 1), limit - n)
+    emitted = tl.where(live, tl.maximum(emitted, 0), 0)
+    final = tl.where(kept < num_draft, 1, 2)
+    is_emitted = lane < emitted
+    bad = tl.max(tl.where(is_emitted, tl.load(bad_ptr + at, mask=inside, other=0), 0), axis=0)
+    reason = tl.where(first_stop < emitted, 1, tl.where(n + emitted >= limit, 2, 0))
+    tl.store(place, tl.where(is_emitted, chosen, -1), mask=live & (lane <= num_draft))
+    tl.store(out_tokens_ptr + at, tl.where(is_emitted, chosen, -1), mask=inside)
+    tl.store(out_origin_ptr + at, tl.where(is_emitted, tl.where(lane < kept, 0, final), -1), mask=inside)
+    tl.store(out_num_accepted_ptr + row, tl.minimum(kept, emitted))
+    tl.store(out_num_emitted_ptr + row, emitted)
+    tl.store(out_num_drafted_ptr + row, num_draft)
+    tl.store(out_bad_row_ptr + row, bad)
+    tl.store(num_tokens_ptr + row, n + emitted)
+    tl.store(num_draft_ptr + row, 0)
+    tl.store(num_drafted_ptr + row, 0)
+    tl.store(finish_reason_ptr + row, reason, mask=live)
+    tl.store(is_live_ptr + row, (reason == 0).to(tl.int32), mask=live)
+    tl.store(bad_row_ptr + row, tl.maximum(tl.load(bad_row_ptr + row), bad))
+
+
+def _check(chosen: torch.Tensor, bad: torch.Tensor, out_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+    rows, width = out_tokens.shape
+    if tokens.shape[0] != rows:
+        refuse("out_tokens", f"{tokens.shape[0]} rows", rows, "allocate one row for each row of tokens")
+    if chosen.shape[0] < rows * width or bad.shape[0] < rows * width:
+        refuse("chosen", f"{rows} * {width} choices", chosen.shape[0], "choose a token at every place of the window")
+
+
+def _launch_accept_matching(
+    *,
+    chosen: torch.Tensor,
+    bad: torch.Tensor,
+    row_limit: torch.Tensor,
+    stop_ids: torch.Tensor,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_drafted: torch.Tensor,
+    is_live: torch.Tensor,
+    finish_reason: torch.Tensor,
+    bad_row: torch.Tensor,
+    out_tokens: torch.Tensor,
+    out_origin: torch.Tensor,
+    out_num_accepted: torch.Tensor,
+    out_num_emitted: torch.Tensor,
+    out_num_drafted: torch.Tensor,
+    out_bad_row: torch.Tensor,
+) -> None:
+    _check(chosen, bad, out_tokens, tokens)
+    rows, width = out_tokens.shape
+    accept_matching_kernel[(rows,)](
+        chosen,
+        bad,
+        row_limit,
+        stop_ids,
+        tokens,
+        num_tokens,
+        num_draft,
+        num_drafted,
+        is_live,
+        finish_reason,
+        bad_row,
+        out_tokens,
+        out_origin,
+        out_num_accepted,
+        out_num_emitted,
+        out_num_drafted,
+        out_bad_row,
+        tokens.stride(0),
+        NUM_STOP=stop_ids.shape[1],
+        WIDTH=width,
+        LANES=next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def accept_matching_reference_(
+    *,
+    chosen: torch.Tensor,
+    bad: torch.Tensor,
+    row_limit: torch.Tensor,
+    stop_ids: torch.Tensor,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_drafted: torch.Tensor,
+    is_live: torch.Tensor,
+    finish_reason: torch.Tensor,
+    bad_row: torch.Tensor,
+    out_tokens: torch.Tensor,
+    out_origin: torch.Tensor,
+    out_num_accepted: torch.Tensor,
+    out_num_emitted: torch.Tensor,
+    out_num_drafted: torch.Tensor,
+    out_bad_row: torch.Tensor,
+) -> None:
+    """Specify `accept_matching_` in plain torch."""
+    _check(chosen, bad, out_tokens, tokens)
+    rows, width = out_tokens.shape
+    live = is_live != 0
+    lane = torch.arange(width, device=tokens.device)
+    choice = chosen[: rows * width].view(rows, width)
+    drafts = torch.minimum(num_draft, num_drafted).mul_(live)[:, None]
+    # Lanes past the drafts repeat lane 0, place and value, so that every scattered place has one value.
+    written = lane <= drafts
+    place = (num_tokens[:, None] + lane * written).clamp_(max=tokens.shape[1] - 1)
+    row_tokens = tokens.gather(1, place)
+    mismatch = (lane < drafts) & (row_tokens != choice)
+    kept = torch.where(mismatch, lane, drafts).amin(1, keepdim=True)
+    is_stop = ((choice[:, :, None] == stop_ids[:, None, :]) & (stop_ids >= 0)[:, None, :]).any(2) & (lane <= kept)
+    first_stop = torch.where(is_stop, lane, width).amin(1, keepdim=True)
+    emitted = torch.minimum(torch.minimum(kept, first_stop) + 1, (row_limit - num_tokens)[:, None]).clamp_(min=0).mul_(live[:, None])
+    is_emitted = lane < emitted
+    emitted_tokens = torch.where(is_emitted, choice, NO_TOKEN)
+    out_tokens.copy_(emitted_tokens)
+    out_origin.copy_(torch.where(is_emitted, torch.where(lane < kept, ACCEPTED, torch.where(kept < drafts, RECOVERED, BONUS)), -1))
+    out_num_accepted.copy_(torch.minimum(kept, emitted)[:, 0])
+    out_num_emitted.copy_(emitted[:, 0])
+    out_num_drafted.copy_(drafts[:, 0])
+    out_bad_row.copy_((is_emitted & (bad[: rows * width].view(rows, width) != 0)).any(1))
+    tokens.scatter_(1, place, torch.where(live[:, None], torch.where(written, emitted_tokens, emitted_tokens[:, :1]), row_tokens))
+    num_tokens += out_num_emitted
+    num_draft.zero_()
+    num_drafted.zero_()
+    reason = torch.where(first_stop < emitted, STOPPED, AT_LENGTH * (num_tokens >= row_limit)[:, None].int())[:, 0]
+    finish_reason.copy_(torch.where(live, reason, finish_reason))
+    is_live.copy_(live & (reason == NOT_FINISHED))
+    torch.maximum(bad_row, out_bad_row, out=bad_row)
+
+
+accept_matching_ = Op(
+    "accept_matching",
+    writes=(
+        "tokens",
+        "num_tokens",
+        "num_draft",
+        "num_drafted",
+        "is_live",
+        "finish_reason",
+        "bad_row",
+        "out_tokens",
+        "out_origin",
+        "out_num_accepted",
+        "out_num_emitted",
+        "out_num_drafted",
+        "out_bad_row",
+    ),
+    triton=_launch_accept_matching,
+    reference=accept_matching_reference_,
+)
+"""Verify a round and commit it. R rows, W = K + 1 places, S stop ids, n = committed length.
+
+Place j of row r holds the target's choice after the newest token and j drafts. With d = min(num_draft, num_drafted) drafts,
+the longest prefix of drafts that equals the choices is kept and one more choice is emitted (recovered after a rejection,
+bonus after none). The run is cut after the first stop id and at `row_limit`, before anything is counted; then
+num_tokens grows by what is left, drafts are cleared and rows that stopped are no longer live.
+
+Args:
+    chosen, bad: [R * W] int32, the target's choices and flags of rows whose logits were not finite.
+    row_limit: [R] int32, committed length at which the row ends.
+    stop_ids: [R, S] int32, -1 for unused.
+    tokens: [R, L] int32, in place: emitted tokens behind the committed ones, rejected drafts become -1.
+    num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row: [R] int32, in place.
+    out_tokens, out_origin: [R, W] int32, written, -1 in unused places.
+    out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row: [R] int32, written; drafted counts the drafts judged, the
+        others are after trimming.
+"""

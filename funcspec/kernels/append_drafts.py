@@ -1,0 +1,150 @@
+"""Write one sampled draft per row behind its committed tokens; the first draft of a round also plans the round."""
+
+import torch
+
+from funcspec.constants import NO_TOKEN
+from funcspec.errors import refuse
+from funcspec.kernels._triton import jit, tl
+from funcspec.kernels.op import Op, next_power_of_2
+
+
+@jit
+def append_drafts_kernel(
+    chosen_ptr,  # [R] int32
+    num_tokens_ptr,  # [R] int32
+    row_limit_ptr,  # [R] int32
+    is_live_ptr,  # [R] int32
+    wanted_ptr,  # [R] int32
+    tokens_ptr,  # [R, L] int32, written
+    num_draft_ptr,  # [R] int32, written
+    num_drafted_ptr,  # [R] int32, written
+    draft_len_ptr,  # [R] int32, written
+    out_tokens_ptr,  # [R, K] int32, written
+    tokens_stride,
+    draft_limit,
+    FIRST: tl.constexpr,
+    MAX_DRAFT: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    n = tl.load(num_tokens_ptr + row)
+    if FIRST:
+        live = tl.load(is_live_ptr + row) != 0
+        room = tl.minimum(tl.load(row_limit_ptr + row) - n - 1, draft_limit - n + 1)
+        planned = tl.maximum(tl.minimum(tl.minimum(tl.load(wanted_ptr + row), room), MAX_DRAFT), 0)
+        planned = tl.where(live, planned, 0)
+        made = 0
+        tl.store(num_draft_ptr + row, planned)
+        tl.store(draft_len_ptr + row, tl.minimum(n, draft_limit), mask=live)
+    else:
+        planned = tl.load(num_draft_ptr + row)
+        made = tl.load(num_drafted_ptr + row)
+    token = tl.load(chosen_ptr + row)
+    appended = (made < planned) & (token >= 0)
+    place = tokens_ptr + row.to(tl.int64) * tokens_stride + n
+    drafts = tl.load(place + lane, mask=lane < made, other=-1)
+    drafts = tl.where((lane == made) & appended, token, drafts)
+    tl.store(out_tokens_ptr + row.to(tl.int64) * MAX_DRAFT + lane, drafts, mask=lane < MAX_DRAFT)
+    tl.store(place + made, token, mask=appended)
+    tl.store(num_drafted_ptr + row, made + appended.to(tl.int32))
+
+
+def _check(chosen: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor, out_tokens: torch.Tensor) -> None:
+    if chosen.shape[0] < tokens.shape[0] or wanted.shape != (tokens.shape[0],):
+        refuse("chosen", f"one token for each of {tokens.shape[0]} rows", tuple(chosen.shape), "pass arrays of one batch")
+    if out_tokens.dim() != 2 or out_tokens.shape[0] != tokens.shape[0]:
+        refuse("out_tokens", f"[{tokens.shape[0]}, K]", tuple(out_tokens.shape), "allocate a place for every row and draft")
+
+
+def _launch_append_drafts(
+    *,
+    first: bool,
+    chosen: torch.Tensor,
+    num_tokens: torch.Tensor,
+    row_limit: torch.Tensor,
+    is_live: torch.Tensor,
+    wanted: torch.Tensor,
+    tokens: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_drafted: torch.Tensor,
+    draft_len: torch.Tensor,
+    draft_limit: int,
+    out_tokens: torch.Tensor,
+) -> None:
+    _check(chosen, tokens, wanted, out_tokens)
+    append_drafts_kernel[(tokens.shape[0],)](
+        chosen,
+        num_tokens,
+        row_limit,
+        is_live,
+        wanted,
+        tokens,
+        num_draft,
+        num_drafted,
+        draft_len,
+        out_tokens,
+        tokens.stride(0),
+        draft_limit,
+        FIRST=first,
+        MAX_DRAFT=out_tokens.shape[1],
+        LANES=next_power_of_2(out_tokens.shape[1]),
+        num_warps=1,
+    )
+
+
+def append_drafts_reference_(
+    *,
+    first: bool,
+    chosen: torch.Tensor,
+    num_tokens: torch.Tensor,
+    row_limit: torch.Tensor,
+    is_live: torch.Tensor,
+    wanted: torch.Tensor,
+    tokens: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_drafted: torch.Tensor,
+    draft_len: torch.Tensor,
+    draft_limit: int,
+    out_tokens: torch.Tensor,
+) -> None:
+    """Specify `append_drafts_` in plain torch."""
+    _check(chosen, tokens, wanted, out_tokens)
+    rows, length = tokens.shape
+    if first:
+        live = is_live != 0
+        room = torch.minimum(row_limit - 1, torch.full_like(row_limit, draft_limit + 1)).sub_(num_tokens)
+        num_draft.copy_(torch.minimum(wanted, room).clamp_(0, out_tokens.shape[1]).mul_(live))
+        draft_len.copy_(torch.where(live, num_tokens.clamp(max=draft_limit), draft_len))
+        num_drafted.zero_()
+    token = chosen[:rows, None]
+    appended = (num_drafted < num_draft)[:, None] & (token >= 0)
+    place = (num_tokens + num_drafted)[:, None].clamp_(max=length - 1).long()
+    tokens.scatter_(1, place, torch.where(appended, token, tokens.gather(1, place)))
+    num_drafted += appended[:, 0]
+    lane = torch.arange(out_tokens.shape[1], device=tokens.device)
+    place = (num_tokens[:, None] + lane).clamp_(max=length - 1)
+    out_tokens.copy_(torch.where(lane < num_drafted[:, None], tokens.gather(1, place), NO_TOKEN))
+
+
+append_drafts_ = Op(
+    "append_drafts",
+    writes=("tokens", "num_draft", "num_drafted", "draft_len", "out_tokens"),
+    triton=_launch_append_drafts,
+    reference=append_drafts_reference_,
+)
+"""Append one draft per row.
+
+With `first`, the round is planned: num_draft = clip(min(wanted, row_limit - n - 1, draft_limit - n + 1), 0, K) for
+live rows and 0 for others, draft_len = min(n, draft_limit) (all that the drafter has now been fed), num_drafted = 0. Then
+rows with num_drafted < num_draft get their token at place n + num_drafted. n is the committed length.
+
+Args:
+    first: whether this is draft step 0.
+    chosen: [R] int32 sampled draft per row (target ids), -1 for none.
+    num_tokens, row_limit, is_live, wanted: [R] int32, read; `wanted` drafts are asked for.
+    tokens: [R, L] int32, in place.
+    num_draft, num_drafted, draft_len: [R] int32, in place.
+    draft_limit: positions the drafter can take.
+    out_tokens: [R, K] int32, written: this round's drafts so far, -1 in other places.
+"""

@@ -1,0 +1,95 @@
+"""One record per kernel: its name, the arguments it writes, its Triton launcher and its torch reference."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from funcspec.errors import ArgumentTypeError, BackendError, refuse
+from funcspec.kernels._triton import HAS_TRITON, INTERPRETED, INTERPRETER_LOCK
+
+Backend = Literal["reference", "triton"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An in-place operation on buffers that the caller owns.
+
+    Calling it runs the Triton launcher for CUDA tensors and the torch reference for CPU tensors; `backend=`
+    overrides the choice. Arguments go by keyword. It returns None and allocates, casts and copies nothing for torch tensors.
+
+    Attributes:
+        name: the operation's name.
+        writes: names of the arguments it writes; all others are only read.
+        triton: the Triton launcher.
+        reference: the same contract in plain torch; the specification.
+    """
+
+    name: str
+    writes: tuple[str, ...]
+    triton: Callable[..., None]
+    reference: Callable[..., None]
+
+    def __call__(self, *, backend: Backend | None = None, **arguments: Any) -> None:
+        """Run the operation.
+
+        Args:
+            backend: "reference", "triton" or None (Triton for CUDA tensors, else the reference).
+            **arguments: the launcher's arguments; arrays may be anything that speaks DLPack.
+
+        Raises:
+            ArgumentTypeError: a written argument cannot be written in place.
+            BackendError: Triton was asked for where it cannot run.
+        """
+        device = None
+        for name, value in arguments.items():
+            if not isinstance(value, torch.Tensor):
+                if not hasattr(value, "__dlpack__") or isinstance(value, np.generic):
+                    continue
+                value = arguments[name] = self._import(name, value)
+            if device is None:
+                device = value.device.type
+        if backend is None:
+            backend = "triton" if device == "cuda" else "reference"
+        if backend == "reference":
+            self.reference(**arguments)
+        elif backend == "triton":
+            with _launching(device):
+                self.triton(**arguments)
+        else:
+            refuse("backend", "'reference', 'triton' or None", repr(backend), "use one of these")
+
+    def _import(self, name: str, value: Any) -> torch.Tensor:
+        if name in self.writes and (type(value).__module__.startswith("jax") or isinstance(value, np.ndarray) and not value.flags.writeable):
+            refuse(name, "a buffer that may be written in place", type(value).__name__, f"pass a torch tensor or a writable numpy array to {self.name}_", ArgumentTypeError)
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.flags.writeable else torch.from_dlpack(value)
+
+
+@contextmanager
+def _launching(device: str | None) -> Iterator[None]:
+    """Guard a Triton launch: refuse where it cannot run, serialise interpreted ones."""
+    if not HAS_TRITON:
+        raise BackendError("backend: expected Triton to be installed, got no triton package. Fix: install triton, or use backend='reference'.")
+    if INTERPRETED:
+        with INTERPRETER_LOCK:
+            yield
+    elif device == "cuda":
+        yield
+    else:
+        raise BackendError(
+            f"backend: expected CUDA tensors or the interpreter for 'triton', got {device} tensors. "
+            "Fix: set TRITON_INTERPRET=1 before triton is first imported, or use backend='reference'."
+        )
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n`; 1 for every n below 2.
+
+    Example:
+        >>> [next_power_of_2(n) for n in (-3, 0, 1, 5, 8, 513)]
+        [1, 1, 1, 8, 8, 1024]
+    """
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,304 @@
+"""Causal attention of ragged rows over a paged cache, with results that do not depend on a row's company.
+
+Keys are walked in tiles at fixed absolute positions with an online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867).
+A tile in which a query sees nothing multiplies by 1 and adds 0, so it changes no bit, and neither does anything else that
+depends on the batch: the number of rows, the width of the table, the length of other rows.
+"""
+
+import torch
+
+from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.kernels._triton import jit, tl, triton
+from funcspec.kernels.op import Op, next_power_of_2
+
+KEY_TILE = 256
+"""Keys in a tile of the torch reference."""
+
+QUERY_TILE = 64
+"""Query tokens that the torch reference treats at once."""
+
+LOWEST = torch.finfo(torch.float32).min
+"""Start of the running maximum: finite, so that a query that has seen nothing yet never meets inf - inf."""
+
+
+@jit
+def paged_attention_kernel(
+    out_ptr,  # [T, heads, HEAD_DIM], written
+    query_ptr,  # [T, heads, HEAD_DIM]
+    key_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    value_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    block_tables_ptr,  # [R, N]
+    seq_lens_ptr,  # [R]
+    query_start_loc_ptr,  # [R + 1]
+    positions_ptr,  # [T]
+    scale,
+    query_stride,
+    query_head_stride,
+    table_stride,
+    table_width,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of one kv head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,  # query tokens of a program
+    ROWS: tl.constexpr,  # query heads of a program, at least TOKENS * GROUP
+    KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first = tl.load(query_start_loc_ptr + row).to(tl.int32) + tl.program_id(2) * TOKENS
+    stop = tl.load(query_start_loc_ptr + row + 1).to(tl.int32)
+    if first < stop:
+        place = tl.arange(0, ROWS)
+        lane = tl.arange(0, LANES)
+        token = first + place // GROUP
+        head = kv_head * GROUP + place % GROUP
+        is_query = (place < TOKENS * GROUP) & (token < stop)
+        in_head = lane < HEAD_DIM
+        position = tl.load(positions_ptr + token, mask=is_query, other=-1).to(tl.int32)
+        last_seen = tl.minimum(position, tl.load(seq_lens_ptr + row).to(tl.int32) - 1)
+        end = tl.minimum(tl.max(last_seen, axis=0) + 1, table_width * BLOCK_SIZE)
+        at = token.to(tl.int64)[:, None] * query_stride + head[:, None] * query_head_stride + lane[None, :]
+        mask = is_query[:, None] & in_head[None, :]
+        query = tl.load(query_ptr + at, mask=mask, other=0).to(tl.float32) * scale
+        best = tl.full([ROWS], -3.4028234663852886e38, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, LANES], tl.float32)
+        base = 0
+        while base < end:
+            key_position = base + tl.arange(0, KEYS)
+            block = tl.load(
+                block_tables_ptr + row.to(tl.int64) * table_stride + key_position // BLOCK_SIZE,
+                mask=key_position < end,
+                other=-1,
+            ).to(tl.int64)
+            is_key = block >= 0
+            slot = block * BLOCK_SIZE + key_position % BLOCK_SIZE
+            start = (slot * KV_HEADS + kv_head) * HEAD_DIM
+            key = tl.load(key_ptr + start[None, :] + lane[:, None], mask=is_key[None, :] & in_head[:, None], other=0).to(tl.float32)
+            value = tl.load(value_ptr + start[:, None] + lane[None, :], mask=is_key[:, None] & in_head[None, :], other=0).to(tl.float32)
+            score = tl.dot(query, key, input_precision="ieee")
+            seen = is_key[None, :] & (key_position[None, :] <= last_seen[:, None])
+            score = tl.where(seen, score, float("-inf"))
+            newest = tl.maximum(best, tl.max(score, axis=1))
+            shrink = tl.exp(best - newest)
+            weight = tl.exp(score - newest[:, None])
+            total = total * shrink + tl.sum(weight, axis=1)
+            mixed = mixed * shrink[:, None] + tl.dot(weight, value, input_precision="ieee")
+            best = newest
+            base += KEYS
+        mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
+        at = (token.to(tl.int64)[:, None] * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + lane[None, :]
+        tl.store(out_ptr + at, mixed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    max_query_len: int,
+) -> None:
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        refuse(
+            "key_cache", "[num_blocks, block_size, kv_heads, head_dim], like value_cache", (tuple(key_cache.shape), tuple(value_cache.shape)), "pass one layer of the pool"
+        )
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
+        refuse("key_cache", "contiguous key_cache, value_cache and out", "another layout", "pass one layer of the pool and a fresh out")
+    if query.dim() != 3 or query.shape[2] != key_cache.shape[3] or query.shape[1] % key_cache.shape[2]:
+        refuse(
+            "query",
+            f"[T, a multiple of {key_cache.shape[2]} heads, {key_cache.shape[3]}]",
+            tuple(query.shape),
+            "use the kv_spec that the pool was made with",
+        )
+    if query.shape[2] > 256:
+        refuse("query", "a head_dim of at most 256", query.shape[2], "use a model with smaller heads")
+    if out.shape != query.shape:
+        refuse("out", tuple(query.shape).__repr__(), tuple(out.shape), "allocate it like query")
+    rows = seq_lens.shape[0]
+    if block_tables.dim() != 2 or block_tables.shape[0] != rows or query_start_loc.shape != (rows + 1,):
+        refuse(
+            "block_tables",
+            f"{rows} rows as in seq_lens and {rows + 1} entries in query_start_loc",
+            (tuple(block_tables.shape), tuple(query_start_loc.shape)),
+            "pass arrays of one batch",
+        )
+    if positions.shape != query.shape[:1]:
+        refuse("positions", f"{query.shape[0]} positions, one for each query token", tuple(positions.shape), "pass arrays of one batch")
+    if max_query_len < 0:
+        refuse("max_query_len", "0 or more", max_query_len, "pass the longest query of a row")
+    for name, array in (("block_tables", block_tables), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc), ("positions", positions)):
+        if array.dtype not in (torch.int32, torch.int64):
+            refuse(name, "int32 or int64", array.dtype, "convert it once, outside the loop", ArgumentTypeError)
+
+
+def _launch_paged_attention(
+    *,
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+) -> None:
+    _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions, max_query_len)
+    if query.stride(2) != 1 or block_tables.stride(1) != 1:
+        refuse("query", "query and block_tables contiguous in their last dimension", (query.stride(), block_tables.stride()), "call .contiguous()")
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    group = query.shape[1] // kv_heads
+    # Tile sizes follow from the model alone: a size that followed the batch would reorder sums.
+    rows = max(next_power_of_2(group), 16)
+    tokens = rows // group
+    grid = (seq_lens.shape[0], kv_heads, triton.cdiv(max_query_len, tokens))
+    if 0 in grid:
+        return
+    paged_attention_kernel[grid](
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        positions,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        block_tables.stride(0),
+        block_tables.shape[1],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TOKENS=tokens,
+        ROWS=rows,
+        KEYS=64 if head_dim <= 64 else 32,
+        LANES=max(next_power_of_2(head_dim), 16),
+        num_warps=4,
+    )
+
+
+def _gather(cache: torch.Tensor, table: list[int], start: int, count: int) -> torch.Tensor:
+    """One tile of keys or values in fp32: `count` tokens from position `start` on, then zeros.
+
+    Returns:
+        [KEY_TILE, kv_heads, head_dim]: a view of the cache where that is possible.
+    """
+    block_size = cache.shape[1]
+    first, last = start // block_size, (start + count - 1) // block_size
+    blocks = table[first : last + 1]
+    if blocks[0] >= 0 and all(b == blocks[0] + i for i, b in enumerate(blocks)):
+        found = cache[blocks[0] : blocks[0] + len(blocks)]
+    else:
+        ids = torch.tensor(blocks)
+        found = cache.index_select(0, ids.clamp(min=0))
+        found[ids < 0] = 0
+    found = found.flatten(0, 1)[start - first * block_size :][:count]
+    if count == KEY_TILE:
+        return found.float()
+    # What lies behind the row's keys may be anything, NaN included: it is not read, zeros stand in.
+    tile = found.new_zeros((KEY_TILE, *found.shape[1:]), dtype=torch.float32)
+    tile[:count].copy_(found)
+    return tile
+
+
+def _attend(
+    out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, table: list[int], last_seen: torch.Tensor, scale: float
+) -> None:
+    """Attention of some query tokens of one row, of which each sees the keys at positions up to its `last_seen`."""
+    count, heads, head_dim = query.shape
+    block_size, kv_heads = key_cache.shape[1:3]
+    group = heads // kv_heads
+    rows = count * group
+    # BLAS has other code, and other rounding, for the last rows that do not fill a group of four.
+    padded = rows + -rows % 4
+    folded = query.new_zeros((kv_heads, padded, head_dim), dtype=torch.float32)
+    folded[:, :rows].unflatten(1, (count, group)).copy_(query.unflatten(1, (kv_heads, group)).transpose(0, 1))
+    folded *= scale
+    sees_to = last_seen.new_full((padded, 1), -1)
+    sees_to[:rows].unflatten(0, (count, group)).copy_(last_seen[:, None, None])
+    end = min(int(last_seen.max()) + 1, len(table) * block_size)
+    best, total, mixed = None, None, None
+    for start in range(0, end, KEY_TILE):
+        visible = min(KEY_TILE, end - start)
+        keys = _gather(key_cache, table, start, visible)
+        values = _gather(value_cache, table, start, visible)
+        score = torch.bmm(folded, keys.permute(1, 2, 0))
+        hidden = torch.arange(start, start + KEY_TILE) > sees_to
+        if -1 in table[start // block_size : (start + visible - 1) // block_size + 1]:
+            column = torch.arange(start, start + KEY_TILE).div_(block_size, rounding_mode="floor").clamp_(max=len(table) - 1)
+            hidden |= torch.tensor(table)[column] < 0
+        score.masked_fill_(hidden, float("-inf"))
+        newest = score.amax(2, keepdim=True).clamp_(min=LOWEST) if best is None else torch.maximum(best, score.amax(2, keepdim=True))
+        weight = score.sub_(newest).exp_()
+        weighted = torch.bmm(weight, values.transpose(0, 1))
+        weight_sum = weight.sum(2, keepdim=True)
+        if best is None or total is None or mixed is None:
+            total, mixed = weight_sum, weighted
+        else:
+            shrink = best.sub_(newest).exp_()
+            total = total.mul_(shrink).add_(weight_sum)
+            mixed = mixed.mul_(shrink).add_(weighted)
+        best = newest
+    if total is None or mixed is None:
+        out.zero_()
+        return
+    mixed /= total.masked_fill_(total == 0, 1)
+    out.unflatten(1, (kv_heads, group)).copy_(mixed[:, :rows].unflatten(1, (count, group)).transpose(0, 1))
+
+
+def paged_attention_reference_(
+    *,
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    max_query_len: int,
+) -> None:
+    """Specify `paged_attention_` in plain torch."""
+    _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions, max_query_len)
+    bounds, tables = query_start_loc.tolist(), block_tables.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        for first in range(bounds[row], bounds[row + 1], QUERY_TILE):
+            tokens = slice(first, min(first + QUERY_TILE, bounds[row + 1]))
+            last_seen = positions[tokens].clamp(max=length - 1)
+            _attend(out[tokens], query[tokens], key_cache, value_cache, tables[row], last_seen, scale)
+
+
+paged_attention_ = Op("paged_attention", writes=("out",), triton=_launch_paged_attention, reference=paged_attention_reference_)
+"""Attention of ragged rows over a paged cache; arithmetic in fp32 whatever the dtypes.
+
+The query token at position p of row r sees the keys of its row at positions up to p and below seq_lens[r]. A query that sees
+nothing gets zeros. Keys in places whose block is -1 are not seen. Tokens that belong to no row are neither read nor written.
+Query heads g * group .. (g + 1) * group - 1 share kv head g.
+
+Args:
+    out: [T, heads, head_dim], contiguous, written; any float dtype.
+    query: [T, heads, head_dim]; any float dtype.
+    key_cache, value_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; head_dim at most 256.
+    block_tables: [R, N] int32 or int64 block ids, -1 for none.
+    seq_lens: [R] keys that a row may see.
+    query_start_loc: [R + 1] exclusive prefix sums of query lengths.
+    positions: [T] position of each query token in its row.
+    scale: factor of the scores, usually head_dim ** -0.5.
+    max_query_len: no query of a row may be longer; a host number.
+
+Raises:
+    ArgumentError: shapes or layouts that do not fit.
+    ArgumentTypeError: index arrays that are not int32 or int64.
+"""

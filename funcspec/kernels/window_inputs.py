@@ -1,0 +1,223 @@
+"""Inputs of one forward pass: a window of every row's sequence, in a layout of fixed shape.
+
+A row's sequence is its committed tokens followed by this round's drafts, so every pass of a round is a window on it:
+
+* `FEED`: committed tokens that the drafter has not seen (draft step 0: accepted drafts and the correction token);
+* `DRAFTED`: the newest draft (draft steps 1, 2, ...);
+* `VERIFY`: the newest committed token and this round's drafts.
+
+Row r owns the places r * width up to (r + 1) * width. Places past its window (those of rejected drafts, of rows with
+fewer drafts and of idle rows) hold id 0, position 0, slot -1 and row -1, so the shape never depends on device data.
+Positions, lengths and slots are computed afresh from the committed length each time; nothing derived is kept.
+"""
+
+import torch
+
+from funcspec.constants import NO_ROW, PAD_SLOT
+from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.kernels._triton import jit, tl
+from funcspec.kernels.op import Op, next_power_of_2
+
+FEED, DRAFTED, VERIFY = 0, 1, 2
+
+
+@jit
+def window_inputs_kernel(
+    tokens_ptr,  # [R, L] int32
+    num_tokens_ptr,  # [R] int32
+    fed_len_ptr,  # [R] int32
+    num_draft_ptr,  # [R] int32
+    num_drafted_ptr,  # [R] int32
+    is_live_ptr,  # [R] int32
+    block_tables_ptr,  # [R, N] int32
+    out_input_ids_ptr,  # [R * W] int32, written
+    out_positions_ptr,  # [R * W] int32, written
+    out_slot_mapping_ptr,  # [R * W] int32, written
+    out_token_rows_ptr,  # [R * W] int32, written
+    out_seq_lens_ptr,  # [R] int32, written
+    out_last_token_indices_ptr,  # [R] int32, written
+    tokens_stride,
+    table_stride,
+    num_columns,
+    limit,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    wide_row = row.to(tl.int64)
+    n = tl.load(num_tokens_ptr + row)
+    drafted = tl.load(num_drafted_ptr + row)
+    num_draft = tl.load(num_draft_ptr + row)
+    if KIND == 0:
+        start = tl.load(fed_len_ptr + row)
+        stop = n
+    elif KIND == 1:
+        start = n + drafted - 1
+        stop = tl.where(drafted < num_draft, n + drafted, 0)
+    else:
+        start = n - 1
+        stop = n + tl.minimum(num_draft, drafted)
+    stop = tl.where(tl.load(is_live_ptr + row) != 0, tl.minimum(stop, limit), 0)
+    lane = tl.arange(0, LANES)
+    position = start + lane
+    live = (lane < WIDTH) & (position >= 0) & (position < stop)
+    token = tl.load(tokens_ptr + wide_row * tokens_stride + position, mask=live, other=-1)
+    live = live & (token >= 0)
+    position = tl.where(live, position, 0)
+    column = position // BLOCK_SIZE
+    block = tl.load(block_tables_ptr + wide_row * table_stride + column, mask=live & (column < num_columns), other=-1)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    count = tl.sum(live.to(tl.int32), axis=0)
+    at = wide_row * WIDTH + lane
+    tl.store(out_input_ids_ptr + at, tl.where(live, token, 0), mask=lane < WIDTH)
+    tl.store(out_positions_ptr + at, position, mask=lane < WIDTH)
+    tl.store(out_slot_mapping_ptr + at, tl.where(live & (block >= 0), slot, -1).to(tl.int32), mask=lane < WIDTH)
+    tl.store(out_token_rows_ptr + at, tl.where(live, row, -1), mask=lane < WIDTH)
+    tl.store(out_seq_lens_ptr + row, tl.where(count > 0, start + count, 0))
+    tl.store(out_last_token_indices_ptr + row, row * WIDTH + tl.maximum(count - 1, 0))
+
+
+def _check(
+    kind: int,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    block_tables: torch.Tensor,
+    width: int,
+    out_input_ids: torch.Tensor,
+    out_seq_lens: torch.Tensor,
+) -> None:
+    rows = tokens.shape[0]
+    if kind not in (FEED, DRAFTED, VERIFY):
+        refuse("kind", "FEED, DRAFTED or VERIFY", kind, "use the constants of funcspec.kernels.window_inputs")
+    if num_tokens.shape != (rows,) or block_tables.shape[0] != rows or out_seq_lens.shape[0] < rows:
+        refuse("num_tokens", f"one entry for each of {rows} rows", tuple(num_tokens.shape), "pass arrays of one batch")
+    if width < 1 or out_input_ids.shape[0] < rows * width:
+        refuse("out_input_ids", f"at least {rows} * {width} places", out_input_ids.shape[0], "make the output longer")
+    if out_input_ids.dtype != torch.int32:
+        refuse("out_input_ids", "int32", out_input_ids.dtype, "allocate outputs as torch.int32", ArgumentTypeError)
+
+
+def _launch_window_inputs(
+    *,
+    kind: int,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    fed_len: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_drafted: torch.Tensor,
+    is_live: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    width: int,
+    limit: int,
+    out_input_ids: torch.Tensor,
+    out_positions: torch.Tensor,
+    out_slot_mapping: torch.Tensor,
+    out_token_rows: torch.Tensor,
+    out_seq_lens: torch.Tensor,
+    out_last_token_indices: torch.Tensor,
+) -> None:
+    _check(kind, tokens, num_tokens, block_tables, width, out_input_ids, out_seq_lens)
+    window_inputs_kernel[(tokens.shape[0],)](
+        tokens,
+        num_tokens,
+        fed_len,
+        num_draft,
+        num_drafted,
+        is_live,
+        block_tables,
+        out_input_ids,
+        out_positions,
+        out_slot_mapping,
+        out_token_rows,
+        out_seq_lens,
+        out_last_token_indices,
+        tokens.stride(0),
+        block_tables.stride(0),
+        block_tables.shape[1],
+        limit,
+        KIND=kind,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        LANES=next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def window_inputs_reference_(
+    *,
+    kind: int,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    fed_len: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_drafted: torch.Tensor,
+    is_live: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    width: int,
+    limit: int,
+    out_input_ids: torch.Tensor,
+    out_positions: torch.Tensor,
+    out_slot_mapping: torch.Tensor,
+    out_token_rows: torch.Tensor,
+    out_seq_lens: torch.Tensor,
+    out_last_token_indices: torch.Tensor,
+) -> None:
+    """Specify `window_inputs_` in plain torch."""
+    _check(kind, tokens, num_tokens, block_tables, width, out_input_ids, out_seq_lens)
+    rows, length = tokens.shape
+    places = rows * width
+    if kind == FEED:
+        start, stop = fed_len, num_tokens
+    elif kind == DRAFTED:
+        start, stop = num_tokens + num_drafted - 1, (num_tokens + num_drafted) * (num_drafted < num_draft)
+    else:
+        start, stop = num_tokens - 1, num_tokens + torch.minimum(num_draft, num_drafted)
+    stop = (stop * (is_live != 0)).clamp_(max=limit)
+    position = start[:, None] + torch.arange(width, device=tokens.device)
+    live = (position >= 0) & (position < stop[:, None])
+    token = tokens.gather(1, position.clamp(0, length - 1))
+    live &= token >= 0
+    position *= live
+    column = position // block_size
+    block = block_tables.gather(1, column.clamp(max=block_tables.shape[1] - 1))
+    slot = torch.where(live & (block >= 0) & (column < block_tables.shape[1]), block * block_size + position % block_size, PAD_SLOT)
+    count = live.sum(1)
+    row = torch.arange(rows, device=tokens.device)
+    out_input_ids[:places] = (token * live).view(-1)
+    out_positions[:places] = position.view(-1)
+    out_slot_mapping[:places] = slot.view(-1)
+    out_token_rows[:places] = torch.where(live, row[:, None], NO_ROW).view(-1)
+    out_seq_lens[:rows] = (start + count) * (count > 0)
+    out_last_token_indices[:rows] = row * width + (count - 1).clamp_(min=0)
+
+
+window_inputs_ = Op(
+    "window_inputs",
+    writes=("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows", "out_seq_lens", "out_last_token_indices"),
+    triton=_launch_window_inputs,
+    reference=window_inputs_reference_,
+)
+"""Derive the inputs of one pass from the rows' sequences. R rows, windows of W places.
+
+Args:
+    kind: `FEED` (positions fed_len to num_tokens), `DRAFTED` (the newest draft of rows that draft further) or `VERIFY` (newest
+        committed token and drafts).
+    tokens: [R, L] int32, committed tokens, then drafts; -1 elsewhere.
+    num_tokens: [R] int32, committed length.
+    fed_len: [R] int32, tokens that the drafter has seen; read by `FEED`.
+    num_draft, num_drafted: [R] int32, drafts planned and made this round.
+    is_live: [R] int32, 0 for rows that take no part.
+    block_tables: [R, N] int32, -1 where a row owns no block.
+    block_size, width: tokens in a block; W.
+    limit: positions the model can take; places at or past it are left out (they write nothing and do not lengthen the keys).
+    out_input_ids, out_positions, out_slot_mapping, out_token_rows: [R * W] int32, written; token_rows is the row or -1.
+    out_seq_lens: [R] int32, written: keys visible after this pass, 0 for rows with an empty window.
+    out_last_token_indices: [R] int32, written: the last live place of the row, its first place if it has none.
+
+Raises:
+    ArgumentError, ArgumentTypeError: shapes or dtypes do not fit.
+"""

@@ -1,0 +1,7 @@
+"""Models: the protocol, and ways to make one."""
+
+from funcspec.models.base import ForwardBatch, KVEntry, KVSpec, Model
+from funcspec.models.functions import from_logits
+from funcspec.models.toy import ChecksumDraft, ChecksumModel, TableModel
+
+__all__ = ["ChecksumDraft", "ChecksumModel", "ForwardBatch", "KVEntry", "KVSpec", "Model", "TableModel", "from_logits"]

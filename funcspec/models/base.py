@@ -1,0 +1,101 @@
+"""What a model is to funcspec: a vocabulary, a length limit, a KV layout and a pure-looking forward."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+KV = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KVEntry:
+    """One kind of value that a model keeps per token and layer.
+
+    Attributes:
+        name: key under which the buffer is passed to `forward`.
+        shape: shape of one token's value in one layer, for example (kv_heads, head_dim).
+        dtype: its dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Layout of a model's paged cache.
+
+    A pool allocates every entry as `[num_layers, num_blocks, block_size, *shape]`.
+    """
+
+    num_layers: int
+    entries: tuple[KVEntry, ...]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One flat, ragged batch of tokens for one forward pass. R rows (requests), T tokens, N blocks per row.
+
+    All arrays are int32. Places that hold no token have id 0, position 0 and slot -1: they must not be written to the
+    cache, and what is computed for them is never used.
+
+    Attributes:
+        input_ids: [T] token ids, in range for the model.
+        positions: [T] position of each token in its row.
+        query_start_loc: [R + 1] exclusive prefix sums: row r owns tokens query_start_loc[r] up to query_start_loc[r + 1].
+        seq_lens: [R] number of keys a row may see, this pass included; 0 for an idle row.
+        slot_mapping: [T] cache slot (block * block_size + offset) of each token; -1 writes nothing.
+        block_tables: [R, N] block ids of each row; -1 where the row owns none.
+        logits_indices: [M] the tokens whose logits are wanted, as indices into T; None means all T.
+        max_query_len: the longest query of a row, as a host number.
+        hidden_layers: layers whose hidden states are wanted too.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor | None
+    max_query_len: int
+    hidden_layers: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class Model(Protocol):
+    """Anything with these four members can be a target or a draft; no base class is needed.
+
+    A query token at position p sees the keys of its own row at positions up to p and below `seq_lens`; the keys of
+    this pass are written first and are visible to it.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; logits have this width."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """Number of positions the model can take: positions run from 0 to max_len - 1."""
+        ...
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """Layout of the cache that `forward` is given."""
+        ...
+
+    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run the batch.
+
+        Args:
+            kv: the pool's buffers by entry name; written in place at `batch.slot_mapping`.
+            batch: what to run.
+
+        Returns:
+            kv, logits [M, vocab_size] in any float dtype, and one [T, H] tensor for each of `batch.hidden_layers`.
+        """
+        ...

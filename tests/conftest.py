@@ -1,0 +1,33 @@
+"""Set up before anything imports triton: interpret kernels where there is no GPU, and use one CPU thread."""
+
+import os
+
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+torch.set_num_threads(1)
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("funcspec", deadline=None, derandomize=True, max_examples=20)
+settings.load_profile("funcspec")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Both implementations of a kernel; "triton" is the interpreter without a GPU and compiled code with one."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where kernel tests put their tensors."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `tests/test_golden.py` run over other archives and on one backend."""
+    group = parser.getgroup("golden vectors")
+    group.addoption("--golden-dir", help="directory of .npz archives (default: tests/golden)")
+    group.addoption("--backend", choices=("reference", "interpret", "cuda"), help="run the golden vectors on this backend only")
