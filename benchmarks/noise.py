@@ -1,6 +1,6 @@
 """Time the choice of tokens on this machine's CPU: medians in milliseconds.
 
-    python -m benchmarks.noise [--rows 4] [--vocab 49152] [--threads 1] [--repeats 50]
+python -m benchmarks.noise [--rows 4] [--vocab 49152] [--threads 1] [--repeats 50]
 """
 
 import argparse

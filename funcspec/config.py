@@ -17,6 +17,10 @@ MAX_SLOTS = 2**31
 """Slots are stored as int32, so a pool holds fewer than this many."""
 
 
+LEAST_BLOCKS = 64
+"""A pool is never smaller unless asked for: small configurations are for trying things out, with many old states alive."""
+
+
 @dataclass(frozen=True)
 class SpecConfig:
     """Static description of a speculator: capacities, the acceptance rule, where it lives. Frozen and hashable.
@@ -28,8 +32,8 @@ class SpecConfig:
         rule: the acceptance rule, for example `funcspec.rules.greedy`. It is part of the configuration because drafting
             depends on it.
         block_size: B, tokens in a KV block.
-        num_blocks: blocks in each KV pool. None reserves twice what all rows need at full length, so that old states and
-            forks have room.
+        num_blocks: blocks in each KV pool. None is twice what all rows need at full length, and at least 64, so that old
+            states and forks have room.
         max_num_stop_ids: S, most stop token ids a row can have.
         device: where buffers live, as torch spells it.
 
@@ -40,7 +44,7 @@ class SpecConfig:
         >>> from funcspec import rules
         >>> config = SpecConfig(max_num_reqs=2, max_model_len=64, num_speculative_tokens=3, rule=rules.greedy)
         >>> config.blocks_per_row, config.num_kv_blocks
-        (4, 16)
+        (4, 64)
     """
 
     max_num_reqs: int
@@ -93,7 +97,7 @@ class SpecConfig:
     @property
     def num_kv_blocks(self) -> int:
         """Blocks that each KV pool has."""
-        return self.num_blocks if self.num_blocks is not None else 2 * self.max_num_reqs * self.blocks_per_row
+        return self.num_blocks if self.num_blocks is not None else max(2 * self.max_num_reqs * self.blocks_per_row, LEAST_BLOCKS)
 
     def replace(self, **changes: object) -> "SpecConfig":
         """Return a copy with some fields changed, validated anew."""

@@ -192,7 +192,7 @@ class Branch:
         if guard is not None and guard is not self.guard:
             self.tip.guard = weakref.ref(guard)
         self.tip.version += 1
-        return replace(self, version=self.tip.version, guard=guard)
+        return Branch(self.pool, self.rows, self.tip, self.tip.version, guard)
 
     def settle(self) -> "Branch":
         """Commit what was scored. The first to do so becomes the tip; later ones keep the guard over what they rely on."""
@@ -200,7 +200,7 @@ class Branch:
 
     def release_guard(self) -> "Branch":
         """Give up places past the committed length without becoming the tip."""
-        return replace(self, guard=None) if self.guard is not None else self
+        return Branch(self.pool, self.rows, self.tip, self.version) if self.guard is not None else self
 
     def with_rows(self, rows: dict[int, RowBlocks | None]) -> "Branch":
         """Return the branch with the blocks of some rows replaced."""

@@ -14,6 +14,7 @@ from funcspec.kernels.op import next_power_of_2
 from funcspec.kernels.prefill_inputs import prepare_prefill_inputs_
 from funcspec.kernels.sample_indices import prepare_inputs_padded_
 from funcspec.kernels.step_metadata import step_slot_mapping_metadata_
+from funcspec.noise import DRAFT
 
 try:
     from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
@@ -162,7 +163,7 @@ def gumbel_sample(case: Case) -> None:
         positions=case.tensor("pos").int(),
         temperature=temperature,
         seed=filled(len(temperature), 2, value=0),
-        stream=0,
+        stream=DRAFT,
         nonce_length=None,
         token_ids=None,
         out_tokens=out[:tokens],
@@ -192,7 +193,7 @@ def accept(case: Case, drafts: list[np.ndarray], chosen: list[np.ndarray], live:
         tokens[row, 1 : 1 + len(row_drafts)] = row_drafts
         choices[row, : len(row_chosen)] = row_chosen
     num_draft = np.array([len(row_drafts) for row_drafts in drafts], np.int32)
-    out: dict[str, Any] = {f"out_{name}": filled(rows) for name in ("num_accepted", "num_emitted", "bad_row")}
+    out: dict[str, Any] = {f"out_{name}": filled(rows) for name in ("num_drafted", "num_accepted", "num_emitted", "bad_row")}
     out_tokens = filled(rows, width)
     accept_matching_(
         chosen=case.place(choices.ravel()),

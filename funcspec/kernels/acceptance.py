@@ -4,6 +4,7 @@ Serves greedy acceptance (the choice is the arg-max) and the Gumbel coupling (th
 drafter used too). Daliri, Musco and Suresh 2024, arXiv 2408.07978.
 """
 
+import numpy as np
 import torch
 
 from funcspec.constants import NO_TOKEN
@@ -190,6 +191,57 @@ def accept_matching_reference_(
     torch.maximum(bad_row, out_bad_row, out=bad_row)
 
 
+def accept_matching_host_(
+    *,
+    chosen: np.ndarray,
+    bad: np.ndarray,
+    row_limit: np.ndarray,
+    stop_ids: np.ndarray,
+    tokens: np.ndarray,
+    num_tokens: np.ndarray,
+    num_draft: np.ndarray,
+    num_drafted: np.ndarray,
+    is_live: np.ndarray,
+    finish_reason: np.ndarray,
+    bad_row: np.ndarray,
+    out_tokens: np.ndarray,
+    out_origin: np.ndarray,
+    out_num_accepted: np.ndarray,
+    out_num_emitted: np.ndarray,
+    out_num_drafted: np.ndarray,
+    out_bad_row: np.ndarray,
+) -> None:
+    """Do what `accept_matching_` does on NumPy views, one row after another."""
+    rows, width = out_tokens.shape
+    if tokens.shape[0] != rows or chosen.shape[0] < rows * width or bad.shape[0] < rows * width:
+        refuse("chosen", f"{rows} * {width} choices", chosen.shape[0], "choose a token at every place of the window")
+    out_tokens.fill(NO_TOKEN)
+    out_origin.fill(-1)
+    for out in (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row):
+        out.fill(0)
+    for row in is_live.nonzero()[0]:
+        choice = chosen[row * width : (row + 1) * width].tolist()
+        n, limit, drafts = int(num_tokens[row]), int(row_limit[row]), int(min(num_draft[row], num_drafted[row]))
+        drafted = tokens[row, n : n + drafts].tolist()
+        kept = next((lane for lane in range(drafts) if drafted[lane] != choice[lane]), drafts)
+        stops = {stop for stop in stop_ids[row].tolist() if stop >= 0}
+        first_stop = next((lane for lane in range(kept + 1) if choice[lane] in stops), width)
+        emitted = max(min(kept + 1, first_stop + 1, limit - n), 0)
+        tokens[row, n : n + drafts + 1] = NO_TOKEN
+        tokens[row, n : n + emitted] = out_tokens[row, :emitted] = choice[:emitted]
+        out_origin[row, :emitted] = ACCEPTED
+        if emitted == kept + 1:
+            out_origin[row, kept] = RECOVERED if kept < drafts else BONUS
+        out_num_accepted[row], out_num_emitted[row], out_num_drafted[row] = min(kept, emitted), emitted, drafts
+        out_bad_row[row] = int(bad[row * width : row * width + emitted].any())
+        num_tokens[row] = n + emitted
+        finish_reason[row] = STOPPED if first_stop < emitted else AT_LENGTH if n + emitted >= limit else NOT_FINISHED
+    num_draft.fill(0)
+    num_drafted.fill(0)
+    is_live[finish_reason != NOT_FINISHED] = 0
+    np.maximum(bad_row, out_bad_row, out=bad_row)
+
+
 accept_matching_ = Op(
     "accept_matching",
     writes=(
@@ -209,6 +261,7 @@ accept_matching_ = Op(
     ),
     triton=_launch_accept_matching,
     reference=accept_matching_reference_,
+    host=accept_matching_host_,
 )
 """Verify a round and commit it. R rows, W = K + 1 places, S stop ids, n = committed length.
 

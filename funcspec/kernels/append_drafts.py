@@ -1,5 +1,6 @@
 """Write one sampled draft per row behind its committed tokens; the first draft of a round also plans the round."""
 
+import numpy as np
 import torch
 
 from funcspec.constants import NO_TOKEN
@@ -127,11 +128,46 @@ def append_drafts_reference_(
     out_tokens.copy_(torch.where(lane < num_drafted[:, None], tokens.gather(1, place), NO_TOKEN))
 
 
+def append_drafts_host_(
+    *,
+    first: bool,
+    chosen: np.ndarray,
+    num_tokens: np.ndarray,
+    row_limit: np.ndarray,
+    is_live: np.ndarray,
+    wanted: np.ndarray,
+    tokens: np.ndarray,
+    num_draft: np.ndarray,
+    num_drafted: np.ndarray,
+    draft_len: np.ndarray,
+    draft_limit: int,
+    out_tokens: np.ndarray,
+) -> None:
+    """Do what `append_drafts_` does on NumPy views."""
+    rows, width = out_tokens.shape
+    if chosen.shape[0] < rows or tokens.shape[0] != rows or wanted.shape != (rows,):
+        refuse("chosen", f"one token for each of {tokens.shape[0]} rows", chosen.shape, "pass arrays of one batch")
+    if first:
+        live = is_live != 0
+        room = np.minimum(row_limit - 1, draft_limit + 1) - num_tokens
+        np.copyto(num_draft, np.minimum(np.maximum(np.minimum(wanted, room), 0), width) * live)
+        np.copyto(draft_len, np.minimum(num_tokens, draft_limit), where=live)
+        num_drafted.fill(0)
+    for row in ((num_drafted < num_draft) & (chosen[:rows] >= 0)).nonzero()[0]:
+        tokens[row, num_tokens[row] + num_drafted[row]] = chosen[row]
+        num_drafted[row] += 1
+    out_tokens.fill(NO_TOKEN)
+    for row in num_drafted.nonzero()[0]:
+        made, n = num_drafted[row], num_tokens[row]
+        out_tokens[row, :made] = tokens[row, n : n + made]
+
+
 append_drafts_ = Op(
     "append_drafts",
     writes=("tokens", "num_draft", "num_drafted", "draft_len", "out_tokens"),
     triton=_launch_append_drafts,
     reference=append_drafts_reference_,
+    host=append_drafts_host_,
 )
 """Append one draft per row.
 

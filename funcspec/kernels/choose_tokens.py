@@ -59,6 +59,21 @@ def _load_ids(token_ids_ptr, token, vocab_size, HAS_MAP: tl.constexpr):
 
 
 @jit
+def _tile_words(counter, i0, i1, i2, i3, position, nonce, low, high, STREAM: tl.constexpr, HAS_MAP: tl.constexpr):
+    """Noise words of a tile: one Philox call where columns are target ids, one a vector where a map scatters them."""
+    if HAS_MAP:
+        w0 = token_word(i0.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
+        w1 = token_word(i1.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
+        w2 = token_word(i2.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
+        w3 = token_word(i3.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
+        return w0, w1, w2, w3
+    else:
+        c0 = counter.to(tl.uint32)
+        zero = c0 * 0
+        return philox4x32(c0, zero + position, zero + nonce, zero + STREAM, zero + low, zero + high)
+
+
+@jit
 def _better(l0, l1, l2, l3, i0, i1, i2, i3, best, winner):
     """The best score so far and its lowest id, after four more vectors of scores and ids."""
     top = tl.max(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), axis=0)
@@ -127,21 +142,15 @@ def choose_tokens_kernel(
                 l1 = tl.div_rn(l1, temperature)
                 l2 = tl.div_rn(l2, temperature)
                 l3 = tl.div_rn(l3, temperature)
-                if HAS_MAP:
-                    w0 = token_word(i0.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
-                    w1 = token_word(i1.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
-                    w2 = token_word(i2.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
-                    w3 = token_word(i3.to(tl.uint32, bitcast=True), position, nonce, STREAM, low, high)
-                else:
-                    counter = (tile * 256 + lane).to(tl.uint32)
-                    zero = counter * 0
-                    w0, w1, w2, w3 = philox4x32(counter, zero + position, zero + nonce, zero + STREAM, zero + low, zero + high)
+                w0, w1, w2, w3 = _tile_words(tile * 256 + lane, i0, i1, i2, i3, position, nonce, low, high, STREAM, HAS_MAP)
                 # A token can reach the best score only if u <= exp(logit - best), since noise is at most -log(u). The
-                # margin covers every rounding. Negated, so that infinities (NaN here) never skip a tile.
-                limit = best - (0.01 + 1e-6 * tl.abs(best))
-                hopeless = (uniform(w0) > tl.exp(l0 - limit)) & (uniform(w1) > tl.exp(l1 - limit))
-                hopeless = hopeless & (uniform(w2) > tl.exp(l2 - limit)) & (uniform(w3) > tl.exp(l3 - limit))
-                if tl.min(hopeless.to(tl.int32), axis=0) == 0:
+                # margin covers every rounding; the clamps keep infinities out of the test. While the
+                # best is -inf every tile counts, so that a row of nothing but -inf still gets its lowest id.
+                base = tl.minimum(tl.maximum(best, -3.0e38), 3.0e38)
+                limit = base - (0.01 + 1e-6 * tl.abs(base))
+                loses = (uniform(w0) > tl.exp(tl.minimum(l0 - limit, 0.0))) & (uniform(w1) > tl.exp(tl.minimum(l1 - limit, 0.0)))
+                loses = loses & (uniform(w2) > tl.exp(tl.minimum(l2 - limit, 0.0))) & (uniform(w3) > tl.exp(tl.minimum(l3 - limit, 0.0)))
+                if (tl.min(loses.to(tl.int32), axis=0) == 0) | (best == float("-inf")):
                     l0 += gumbel(w0)
                     l1 += gumbel(w1)
                     l2 += gumbel(w2)

@@ -87,12 +87,16 @@ def write_kv_reference_(
 ) -> None:
     """Specify `write_kv_` in plain torch."""
     _check_write(out_key_cache, out_value_cache, key, value, slot_mapping)
-    written = (slot_mapping >= 0).nonzero().squeeze(1)
-    if len(written) < len(slot_mapping):
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    slots = slot_mapping.long()
-    out_key_cache.flatten(0, 1).index_copy_(0, slots, key.to(out_key_cache.dtype))
-    out_value_cache.flatten(0, 1).index_copy_(0, slots, value.to(out_value_cache.dtype))
+    slots = slot_mapping.tolist()
+    if slots and slots[0] >= 0 and slots == list(range(slots[0], slots[0] + len(slots))):
+        run = slice(slots[0], slots[0] + len(slots))  # the usual case: no index arrays
+        out_key_cache.flatten(0, 1)[run] = key
+        out_value_cache.flatten(0, 1)[run] = value
+        return
+    written = slot_mapping >= 0
+    places = slot_mapping[written].long()
+    out_key_cache.flatten(0, 1)[places] = key[written].to(out_key_cache.dtype)
+    out_value_cache.flatten(0, 1)[places] = value[written].to(out_value_cache.dtype)
 
 
 write_kv_ = Op("write_kv", writes=("out_key_cache", "out_value_cache"), triton=_launch_write_kv, reference=write_kv_reference_)

@@ -23,9 +23,10 @@ def prepare_next_token_padded_kernel(
     """One program a row, one lane a column."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    kept = tl.load(discard_request_mask_ptr + row) == 0
+    # The flag is folded into a bound: the interpreter cannot combine a flag with a vector of flags.
+    columns = tl.where(tl.load(discard_request_mask_ptr + row) == 0, WIDTH, 0)
     backup = tl.load(backup_next_token_ids_ptr + row).to(tl.int64)
-    token = tl.load(sampled_token_ids_ptr + row * sampled_stride + lane, mask=(lane < WIDTH) & kept, other=-1).to(tl.int64)
+    token = tl.load(sampled_token_ids_ptr + row * sampled_stride + lane, mask=lane < columns, other=-1).to(tl.int64)
     valid = (token >= 0) & (token < vocab_size)
     count = tl.sum(valid.to(tl.int32), axis=0)
     last = tl.max(tl.where(valid, lane, -1), axis=0)

@@ -49,7 +49,7 @@ def split(x):
 
 @jit
 def uniform(words):
-    """u in [2^-32, 1 - 2^-24]: `funcspec.noise.uniform`. words: uint32."""
+    """Uniform numbers in [2^-32, 1 - 2^-24]: `funcspec.noise.uniform`. words: uint32."""
     odd = words | 1
     return tl.where(odd < 0x01000000, odd, odd & 0xFFFFFF00).to(tl.float32) * 2.3283064365386963e-10
 
@@ -247,8 +247,16 @@ def _launch_noise_words(
     _check_noise_words(seed, positions, nonces, stream, token_ids, out_words)
     length = token_ids.shape[0]
     if length:
-        grid = (triton.cdiv(length, _BLOCK),)
-        noise_words_kernel[grid](seed, positions, nonces, token_ids, out_words, length, STREAM=stream, BLOCK=_BLOCK)
+        noise_words_kernel[(triton.cdiv(length, _BLOCK),)](
+            seed,
+            positions,
+            nonces,
+            token_ids,
+            out_words,
+            length,
+            STREAM=stream,  # pyright: ignore[reportArgumentType]
+            BLOCK=_BLOCK,  # pyright: ignore[reportArgumentType]
+        )
 
 
 def noise_words_reference_(

@@ -11,39 +11,47 @@ import torch
 from funcspec.errors import ArgumentTypeError, BackendError, refuse
 from funcspec.kernels._triton import HAS_TRITON, INTERPRETED, INTERPRETER_LOCK
 
-Backend = Literal["reference", "triton"]
+Backend = Literal["reference", "host", "triton"]
 
 
 @dataclass(frozen=True)
 class Op:
     """An in-place operation on buffers that the caller owns.
 
-    Calling it runs the Triton launcher for CUDA tensors and the torch reference for CPU tensors; `backend=`
-    overrides the choice. Arguments go by keyword. It returns None and allocates, casts and copies nothing for torch tensors.
+    Calling it runs the Triton launcher for CUDA tensors and, for CPU tensors, the host form if there is one, else the torch
+    reference; `backend=` overrides the choice. Arguments go by keyword. It returns None and works in the buffers it is given.
 
     Attributes:
         name: the operation's name.
         writes: names of the arguments it writes; all others are only read.
         triton: the Triton launcher.
         reference: the same contract in plain torch; the specification.
+        host: the same contract on NumPy views of CPU tensors, for small integer work: there a call costs mostly its
+            overhead, and NumPy's is a third of torch's.
     """
 
     name: str
     writes: tuple[str, ...]
     triton: Callable[..., None]
     reference: Callable[..., None]
+    host: Callable[..., None] | None = None
 
     def __call__(self, *, backend: Backend | None = None, **arguments: Any) -> None:
         """Run the operation.
 
         Args:
-            backend: "reference", "triton" or None (Triton for CUDA tensors, else the reference).
+            backend: "reference", "host", "triton" or None (choose by device).
             **arguments: the launcher's arguments; arrays may be anything that speaks DLPack.
 
         Raises:
             ArgumentTypeError: a written argument cannot be written in place.
             BackendError: Triton was asked for where it cannot run.
         """
+        if backend is None and self.host is not None:
+            views = _host_views(arguments)
+            if views is not None:
+                self.host(**views)
+                return
         device = None
         for name, value in arguments.items():
             if not isinstance(value, torch.Tensor):
@@ -54,18 +62,41 @@ class Op:
                 device = value.device.type
         if backend is None:
             backend = "triton" if device == "cuda" else "reference"
-        if backend == "reference":
+        if backend == "host" and self.host is not None and (views := _host_views(arguments)) is not None:
+            self.host(**views)
+        elif backend == "reference":
             self.reference(**arguments)
         elif backend == "triton":
             with _launching(device):
                 self.triton(**arguments)
         else:
-            refuse("backend", "'reference', 'triton' or None", repr(backend), "use one of these")
+            refuse("backend", f"a backend of {self.name}_ for {device} tensors", repr(backend), "use 'reference', 'triton' or None")
 
     def _import(self, name: str, value: Any) -> torch.Tensor:
         if name in self.writes and (type(value).__module__.startswith("jax") or isinstance(value, np.ndarray) and not value.flags.writeable):
             refuse(name, "a buffer that may be written in place", type(value).__name__, f"pass a torch tensor or a writable numpy array to {self.name}_", ArgumentTypeError)
         return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.flags.writeable else torch.from_dlpack(value)
+
+
+def _host_views(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments with CPU tensors as NumPy views; None if any array is something else.
+
+    A view is made once and kept on its tensor: launches reuse the same buffers thousands of times a second.
+    """
+    views = {}
+    for name, value in arguments.items():
+        if type(value) is torch.Tensor:
+            if value.is_cuda:
+                return None
+            view = value.__dict__.get("_funcspec_host_view")
+            if view is None:
+                view = value._funcspec_host_view = value.numpy()  # type: ignore[attr-defined]
+            views[name] = view
+        elif hasattr(value, "__dlpack__"):
+            return None
+        else:
+            views[name] = value
+    return views
 
 
 @contextmanager

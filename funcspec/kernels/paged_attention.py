@@ -6,6 +6,7 @@ depends on the batch: the number of rows, the width of the table, the length of 
 """
 
 import torch
+import torch.nn.functional as F
 
 from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels._triton import jit, tl, triton
@@ -17,8 +18,10 @@ KEY_TILE = 256
 QUERY_TILE = 64
 """Query tokens that the torch reference treats at once."""
 
-LOWEST = torch.finfo(torch.float32).min
-"""Start of the running maximum: finite, so that a query that has seen nothing yet never meets inf - inf."""
+OFFSETS = torch.arange(KEY_TILE)
+
+FAR = 1e38
+"""Taken from the scores of hidden keys: finite, so that a query that has seen nothing yet never meets inf - inf."""
 
 
 @jit
@@ -188,73 +191,88 @@ def _launch_paged_attention(
     )
 
 
-def _gather(cache: torch.Tensor, table: list[int], start: int, count: int) -> torch.Tensor:
-    """One tile of keys or values in fp32: `count` tokens from position `start` on, then zeros.
+def _is_run(blocks: list[int]) -> bool:
+    return blocks[0] >= 0 and blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+
+
+def _gather(cache: torch.Tensor, blocks: list[int], offset: int, count: int) -> torch.Tensor:
+    """One tile of keys or values in fp32: `count` tokens from `offset` in `blocks` on, then zeros.
 
     Returns:
         [KEY_TILE, kv_heads, head_dim]: a view of the cache where that is possible.
     """
-    block_size = cache.shape[1]
-    first, last = start // block_size, (start + count - 1) // block_size
-    blocks = table[first : last + 1]
-    if blocks[0] >= 0 and all(b == blocks[0] + i for i, b in enumerate(blocks)):
-        found = cache[blocks[0] : blocks[0] + len(blocks)]
+    if _is_run(blocks):
+        start = blocks[0] * cache.shape[1] + offset
+        found = cache.flatten(0, 1)[start : start + count]
     else:
         ids = torch.tensor(blocks)
         found = cache.index_select(0, ids.clamp(min=0))
-        found[ids < 0] = 0
-    found = found.flatten(0, 1)[start - first * block_size :][:count]
+        if -1 in blocks:
+            found[ids < 0] = 0
+        found = found.flatten(0, 1)[offset : offset + count]
     if count == KEY_TILE:
         return found.float()
     # What lies behind the row's keys may be anything, NaN included: it is not read, zeros stand in.
-    tile = found.new_zeros((KEY_TILE, *found.shape[1:]), dtype=torch.float32)
-    tile[:count].copy_(found)
+    tile = torch.zeros((KEY_TILE, *found.shape[1:]))
+    tile[:count] = found
     return tile
 
 
+def _visible(last_seen: list[int], start: int, blocks: list[int], offset: int, block_size: int) -> torch.Tensor:
+    """[rows, KEY_TILE] fp32: 1 where a query sees a key of the tile at position `start`, else 0."""
+    visible = torch.le(OFFSETS, torch.tensor([seen - start for seen in last_seen])[:, None])
+    if -1 in blocks:
+        owner = ((OFFSETS + offset) // block_size).clamp_(max=len(blocks) - 1)
+        visible &= torch.tensor(blocks)[owner] >= 0
+    return visible.float()
+
+
 def _attend(
-    out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, table: list[int], last_seen: torch.Tensor, scale: float
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    table: list[int],
+    last_seen: list[int],
+    scale: float,
 ) -> None:
-    """Attention of some query tokens of one row, of which each sees the keys at positions up to its `last_seen`."""
+    """Attention of some query tokens of one row, each of which sees the keys at positions up to its `last_seen`."""
     count, heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     group = heads // kv_heads
-    rows = count * group
-    # BLAS has other code, and other rounding, for the last rows that do not fill a group of four.
-    padded = rows + -rows % 4
-    folded = query.new_zeros((kv_heads, padded, head_dim), dtype=torch.float32)
-    folded[:, :rows].unflatten(1, (count, group)).copy_(query.unflatten(1, (kv_heads, group)).transpose(0, 1))
-    folded *= scale
-    sees_to = last_seen.new_full((padded, 1), -1)
-    sees_to[:rows].unflatten(0, (count, group)).copy_(last_seen[:, None, None])
-    end = min(int(last_seen.max()) + 1, len(table) * block_size)
-    best, total, mixed = None, None, None
-    for start in range(0, end, KEY_TILE):
-        visible = min(KEY_TILE, end - start)
-        keys = _gather(key_cache, table, start, visible)
-        values = _gather(value_cache, table, start, visible)
-        score = torch.bmm(folded, keys.permute(1, 2, 0))
-        hidden = torch.arange(start, start + KEY_TILE) > sees_to
-        if -1 in table[start // block_size : (start + visible - 1) // block_size + 1]:
-            column = torch.arange(start, start + KEY_TILE).div_(block_size, rounding_mode="floor").clamp_(max=len(table) - 1)
-            hidden |= torch.tensor(table)[column] < 0
-        score.masked_fill_(hidden, float("-inf"))
-        newest = score.amax(2, keepdim=True).clamp_(min=LOWEST) if best is None else torch.maximum(best, score.amax(2, keepdim=True))
-        weight = score.sub_(newest).exp_()
-        weighted = torch.bmm(weight, values.transpose(0, 1))
-        weight_sum = weight.sum(2, keepdim=True)
-        if best is None or total is None or mixed is None:
-            total, mixed = weight_sum, weighted
-        else:
-            shrink = best.sub_(newest).exp_()
-            total = total.mul_(shrink).add_(weight_sum)
-            mixed = mixed.mul_(shrink).add_(weighted)
-        best = newest
-    if total is None or mixed is None:
+    end = min(max(last_seen) + 1, len(table) * block_size)
+    if end <= 0:
         out.zero_()
         return
+    # The query heads of one kv head become rows of one product. BLAS has other code, and so other rounding, for rows that
+    # do not fill a group of four: zero rows fill it, and a query's result does not depend on how many others there are.
+    rows = count * group
+    padding = -rows % 4
+    folded = query.reshape(count, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows, head_dim).float()
+    folded = F.pad(folded, (0, 0, 0, padding))
+    row_seen = [seen for seen in last_seen for _ in range(group)] + [-1] * padding
+    best = total = mixed = torch.empty(0)
+    for start in range(0, end, KEY_TILE):
+        width = min(KEY_TILE, end - start)
+        blocks = table[start // block_size : (start + width - 1) // block_size + 1]
+        offset = start % block_size
+        keys = _gather(key_cache, blocks, offset, width)
+        values = _gather(value_cache, blocks, offset, width)
+        visible = _visible(row_seen, start, blocks, offset, block_size)
+        score = torch.baddbmm((visible - 1).mul_(FAR), folded, keys.permute(1, 2, 0), alpha=scale)
+        highest = score.amax(2, keepdim=True)
+        newest = torch.maximum(best, highest) if start else highest
+        # exp is many times slower where it underflows: it is kept from that, and hidden keys are cleared afterwards.
+        weight = score.sub_(newest).clamp_(min=-87).exp_().mul_(visible)
+        tile_total, tile_mixed = weight.sum(2, keepdim=True), torch.bmm(weight, values.transpose(0, 1))
+        if start:
+            shrink = best.sub_(newest).exp_()
+            total, mixed = total.mul_(shrink).add_(tile_total), mixed.mul_(shrink).add_(tile_mixed)
+        else:
+            total, mixed = tile_total, tile_mixed
+        best = newest
     mixed /= total.masked_fill_(total == 0, 1)
-    out.unflatten(1, (kv_heads, group)).copy_(mixed[:, :rows].unflatten(1, (count, group)).transpose(0, 1))
+    out.view(count, kv_heads, group, head_dim).copy_(mixed[:, :rows].reshape(kv_heads, count, group, head_dim).transpose(0, 1))
 
 
 def paged_attention_reference_(
@@ -272,12 +290,12 @@ def paged_attention_reference_(
 ) -> None:
     """Specify `paged_attention_` in plain torch."""
     _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions, max_query_len)
-    bounds, tables = query_start_loc.tolist(), block_tables.tolist()
+    bounds, tables, places = query_start_loc.tolist(), block_tables.tolist(), positions.tolist()
     for row, length in enumerate(seq_lens.tolist()):
         for first in range(bounds[row], bounds[row + 1], QUERY_TILE):
-            tokens = slice(first, min(first + QUERY_TILE, bounds[row + 1]))
-            last_seen = positions[tokens].clamp(max=length - 1)
-            _attend(out[tokens], query[tokens], key_cache, value_cache, tables[row], last_seen, scale)
+            stop = min(first + QUERY_TILE, bounds[row + 1])
+            last_seen = [min(place, length - 1) for place in places[first:stop]]
+            _attend(out[first:stop], query[first:stop], key_cache, value_cache, tables[row], last_seen, scale)
 
 
 paged_attention_ = Op("paged_attention", writes=("out",), triton=_launch_paged_attention, reference=paged_attention_reference_)

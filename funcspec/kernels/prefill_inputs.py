@@ -69,7 +69,9 @@ def prepare_prefill_inputs_kernel(
         state = tl.load(idx_mapping_ptr + row).to(tl.int64)
         active = (end > begin) & (begin >= 0) & (end <= num_tokens) & (state >= 0) & (state < num_states)
         rejected = tl.maximum(tl.load(num_rejected_ptr + row, mask=active, other=0).to(tl.int64), 0)
-        kept = tl.maximum(end - begin - rejected, 0)
+        # Flags of a row are folded into its bounds: the interpreter cannot combine a flag with a vector of flags.
+        kept = tl.where(active, tl.maximum(end - begin - rejected, 0), -1)
+        cap = tl.where(active, max_model_len - 1, 0)
         start_position = tl.load(target_positions_ptr + begin, mask=active, other=0).to(tl.int64)
         correction = tl.load(last_sampled_ptr + state, mask=active, other=0).to(tl.int64)
         # Limited before the 1 is added: a length at the limit of its type must not wrap.
@@ -85,12 +87,12 @@ def prepare_prefill_inputs_kernel(
             place = source + row
             inside = (source <= end) & (place >= 0) & (place < num_places)
             j = place - first
-            token = tl.load(target_input_ids_ptr + source, mask=inside & active & (j < kept), other=0).to(tl.int64)
+            token = tl.load(target_input_ids_ptr + source, mask=inside & (j < kept), other=0).to(tl.int64)
             position = start_position + j
             tl.store(out_input_ids_ptr + place, tl.where(j == kept, correction, token), mask=inside)
-            tl.store(out_positions_ptr + place, tl.where(active, tl.minimum(position, max_model_len - 1), 0), mask=inside)
+            tl.store(out_positions_ptr + place, tl.minimum(position, cap), mask=inside)
             if FREEZE:
-                live = active & (j <= kept) & (position >= 0) & (position < max_model_len)
+                live = (j <= kept) & (position >= 0) & (position < max_model_len)
                 tl.store(out_is_live_ptr + place, live.to(tl.int32), mask=inside)
             begin += LANES
     else:

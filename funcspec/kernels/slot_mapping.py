@@ -39,13 +39,15 @@ def compute_slot_mapping_kernel(
         end = tl.load(query_start_loc_ptr + row + 1).to(tl.int64)
         state = tl.load(idx_mapping_ptr + row).to(tl.int64)
         active = (state >= 0) & (state < num_states)
+        # The row's flag is folded into a bound: the interpreter cannot combine a flag with a vector of flags.
+        readable = tl.where(active, num_tokens, 0)
         columns = begin * 0 + num_columns
         if HAS_NUM_BLOCKS:
             columns = tl.minimum(columns, tl.load(num_blocks_ptr + state, mask=active, other=0).to(tl.int64))
         while begin < end:
             token = begin + lane
             inside = (token >= 0) & (token < end) & (token < num_places)
-            live = inside & active & (token < num_tokens)
+            live = inside & (token < readable)
             position = tl.load(positions_ptr + token, mask=live, other=-1).to(tl.int64)
             if HAS_IS_LIVE:
                 live = live & (tl.load(is_live_ptr + token, mask=live, other=0) != 0)

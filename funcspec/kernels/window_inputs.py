@@ -11,6 +11,9 @@ fewer drafts and of idle rows) hold id 0, position 0, slot -1 and row -1, so the
 Positions, lengths and slots are computed afresh from the committed length each time; nothing derived is kept.
 """
 
+import functools
+
+import numpy as np
 import torch
 
 from funcspec.constants import NO_ROW, PAD_SLOT
@@ -195,11 +198,68 @@ def window_inputs_reference_(
     out_last_token_indices[:rows] = row * width + (count - 1).clamp_(min=0)
 
 
+def window_inputs_host_(
+    *,
+    kind: int,
+    tokens: np.ndarray,
+    num_tokens: np.ndarray,
+    fed_len: np.ndarray,
+    num_draft: np.ndarray,
+    num_drafted: np.ndarray,
+    is_live: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+    width: int,
+    limit: int,
+    out_input_ids: np.ndarray,
+    out_positions: np.ndarray,
+    out_slot_mapping: np.ndarray,
+    out_token_rows: np.ndarray,
+    out_seq_lens: np.ndarray,
+    out_last_token_indices: np.ndarray,
+) -> None:
+    """Do what `window_inputs_` does on NumPy views."""
+    rows = tokens.shape[0]
+    places = rows * width
+    if kind not in (FEED, DRAFTED, VERIFY) or num_tokens.shape[0] != rows or out_input_ids.shape[0] < places or out_input_ids.dtype != np.int32:
+        refuse("out_input_ids", f"int32, at least {rows} * {width} places", f"{out_input_ids.dtype} {out_input_ids.shape}", "make the output longer")
+    if kind == FEED:
+        start, stop = fed_len, num_tokens
+    elif kind == DRAFTED:
+        start, stop = num_tokens + num_drafted - 1, (num_tokens + num_drafted) * (num_drafted < num_draft)
+    else:
+        start, stop = num_tokens - 1, num_tokens + np.minimum(num_draft, num_drafted)
+    row, lane = _grid(rows, width)
+    stop = np.minimum(stop, limit) * (is_live != 0)
+    position = start[:, None] + lane
+    live = (position < stop[:, None]) & (position >= 0)
+    position *= live
+    token = tokens[row, position]
+    live &= token >= 0
+    column, offset = np.divmod(position, block_size)
+    inside = column < block_tables.shape[1]
+    block = block_tables[row, column * inside]
+    count = live.sum(1, dtype=np.int32)
+    out_input_ids[:places] = (token * live).ravel()
+    out_positions[:places] = (position * live).ravel()
+    out_slot_mapping[:places] = np.where(live & inside & (block >= 0), block * block_size + offset, PAD_SLOT).ravel()
+    out_token_rows[:places] = np.where(live, row, NO_ROW).ravel()
+    out_seq_lens[:rows] = (start + count) * (count > 0)
+    out_last_token_indices[:rows] = row[:, 0] * width + np.maximum(count - 1, 0)
+
+
+@functools.cache
+def _grid(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers [R, 1] and lanes [W] as int32."""
+    return np.arange(rows, dtype=np.int32)[:, None], np.arange(width, dtype=np.int32)
+
+
 window_inputs_ = Op(
     "window_inputs",
     writes=("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows", "out_seq_lens", "out_last_token_indices"),
     triton=_launch_window_inputs,
     reference=window_inputs_reference_,
+    host=window_inputs_host_,
 )
 """Derive the inputs of one pass from the rows' sequences. R rows, windows of W places.
 

@@ -1,0 +1,210 @@
+"""States are values: random trees of forks, old-state steps, donated steps and releases against fresh runs."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, precondition, rule
+from oracle import checksum_greedy, config, kv_bytes, output, pair
+
+import funcspec as fs
+from funcspec.errors import DonatedStateError, PoolExhaustedError
+
+TARGET, DRAFTER = pair()
+PROMPTS = ([5, 6, 7], [1], [40, 2, 9, 9], [8, 8, 8, 8, 8, 8])
+
+
+@dataclass
+class Node:
+    """A state, how it came about, and what it was worth when it was new."""
+
+    state: fs.SpecState
+    history: tuple[tuple, ...]
+    value: fs.Snapshot | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.state.lease.phase != "scored":
+            self.value = fs.snapshot(self.state)
+
+
+def apply(state: fs.SpecState, action: tuple, donate: bool = False) -> fs.SpecState:
+    """One step, by name."""
+    name, *arguments = action
+    if name == "admit":
+        prompt, max_tokens = arguments
+        return fs.admit(state, TARGET, DRAFTER, [PROMPTS[prompt]], seeds=[3], max_tokens=max_tokens, donate=donate)[0]
+    if name == "release":
+        return fs.release(state, [arguments[0]], donate=donate)
+    if name == "prefill":
+        return fs.prefill(state, DRAFTER, num_draft=list(arguments[0]), donate=donate)[0]
+    if name == "decode":
+        return fs.decode(state, DRAFTER, donate=donate)[0]
+    return fs.verify(state, TARGET, donate=donate)[0]
+
+
+def fresh(history: tuple[tuple, ...], settings_: fs.SpecConfig) -> fs.SpecState:
+    """Replay a history from an empty state, donating all the way: no copy-on-write takes part."""
+    state = fs.init(settings_, TARGET, DRAFTER)
+    for action in history:
+        state = apply(state, action, donate=True)
+    return state
+
+
+class Tree(RuleBasedStateMachine):
+    """Walks a random tree of states; every old state must keep its value and its future."""
+
+    nodes = Bundle("nodes")
+
+    @initialize(target=nodes, block_size=st.sampled_from([2, 4, 16]), prompt=st.integers(0, 3))
+    def begin(self, block_size: int, prompt: int) -> Node:
+        self.config = config(rows=2, length=40, drafts=3, block_size=block_size, num_blocks=2000)
+        first = ("admit", prompt, 30)
+        self.kept: list[Node] = []
+        return self._keep(Node(apply(fs.init(self.config, TARGET, DRAFTER), first), (first,)))
+
+    def _keep(self, node: Node) -> Node:
+        self.kept.append(node)
+        return node
+
+    def _action(self, node: Node, data: st.DataObject) -> tuple | None:
+        phase = node.state.lease.phase
+        choices = ["release"] if phase == "round start" else []
+        if phase == "round start":
+            choices += ["prefill"] * 4
+            if 0 in node.state.num_tokens.tolist():
+                choices.append("admit")
+        else:
+            choices += ["decode", "decode", "verify", "verify"]
+        name = data.draw(st.sampled_from(choices))
+        if name == "admit":
+            return (name, data.draw(st.integers(0, 3)), data.draw(st.integers(1, 30)))
+        if name == "release":
+            return (name, data.draw(st.integers(0, 1)))
+        if name == "prefill":
+            return (name, tuple(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2))))
+        return (name,)
+
+    @rule(target=nodes, node=nodes, data=st.data())
+    def step(self, node: Node, data: st.DataObject) -> Node:
+        action = self._action(node, data)
+        return self._keep(Node(apply(node.state, action), (*node.history, action)))
+
+    @rule(target=nodes, node=nodes, data=st.data())
+    def step_twice(self, node: Node, data: st.DataObject) -> Node:
+        action = self._action(node, data)
+        again = Node(apply(node.state, action), (*node.history, action))
+        assert again.value == fs.snapshot(apply(node.state, action))
+        return self._keep(again)
+
+    @rule(target=nodes, node=nodes)
+    def fork(self, node: Node) -> Node:
+        return self._keep(Node(fs.fork(node.state), node.history))
+
+    @rule(target=nodes, node=consumes(nodes), data=st.data())
+    def donated_step(self, node: Node, data: st.DataObject) -> Node:
+        action = self._action(node, data)
+        new = Node(apply(node.state, action, donate=True), (*node.history, action))
+        self.kept.remove(node)
+        with pytest.raises(DonatedStateError):
+            _ = node.state.tokens
+        return self._keep(new)
+
+    @precondition(lambda self: len(self.kept) > 1)
+    @rule(node=consumes(nodes))
+    def forget(self, node: Node) -> None:
+        self.kept.remove(node)
+
+    @rule(target=nodes, node=nodes)
+    def restore(self, node: Node):
+        if node.value is None:
+            return multiple()
+        return self._keep(Node(fs.restore(node.value), node.history))
+
+    def teardown(self) -> None:
+        for node in getattr(self, "kept", []):
+            assert fs.snapshot(node.state) == node.value, "an old state changed"
+            replayed = fresh(node.history, self.config)
+            assert fs.snapshot(replayed) == node.value, "a branch differs from a fresh run"
+            for row in range(2):
+                prompt = node.state.tokens[row, : int(node.state.prompt_len[row])].tolist()
+                assert output(node.state, row) == checksum_greedy(prompt, len(output(node.state, row))) or not prompt
+
+
+Tree.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
+test_random_trees = Tree.TestCase
+
+
+def test_old_states_in_mid_round_survive_the_next_round() -> None:
+    """The next round reuses the places of rejected drafts; a state that relies on them must not notice."""
+    state = fs.init(config(block_size=4, num_blocks=64), TARGET, DRAFTER)
+    state, _ = fs.admit(state, TARGET, DRAFTER, [[5, 6, 7]])
+    first, _ = fs.prefill(state, DRAFTER)
+    second, _ = fs.decode(first, DRAFTER)
+    expected = fs.snapshot(fs.decode(second, DRAFTER)[0])
+    newest, _ = fs.decode(second, DRAFTER)
+    for _ in range(4):
+        newest, _ = fs.verify(newest, TARGET)
+        newest, _ = fs.prefill(newest, DRAFTER)
+        newest, _ = fs.decode(newest, DRAFTER)
+    assert fs.snapshot(fs.decode(second, DRAFTER)[0]) == expected
+    assert fs.snapshot(fs.decode(fs.decode(first, DRAFTER)[0], DRAFTER)[0]) == expected
+
+
+def test_scored_states_can_be_accepted_twice() -> None:
+    state = fs.init(config(block_size=2, num_blocks=400), TARGET, fs.drafters.standalone(TARGET))
+    drafter = fs.drafters.standalone(TARGET)
+    state, _ = fs.admit(state, TARGET, drafter, [[5, 6, 7]])
+    for _ in range(3):
+        state, _ = fs.prefill(state, drafter) if _ == 0 else fs.decode(state, drafter)
+    scored, scores = fs.score(state, TARGET)
+    all_wrong = scores.logits.clone()
+    all_wrong[0, 0] = 0
+    all_wrong[0, 0, 50] = 1
+    short, _ = fs.accept(scored, fs.Scores(all_wrong, scores.stamp))
+    shorter = fs.step_round(short, TARGET, drafter)[0]
+    long, _ = fs.accept(scored, scores)
+    shorter = fs.step_round(shorter, TARGET, drafter)[0]
+    for _ in range(3):
+        long, _ = fs.step_round(long, TARGET, drafter)
+    assert output(long, 0) == checksum_greedy([5, 6, 7], len(output(long, 0)))
+    assert output(shorter, 0)[2:] == checksum_greedy([5, 6, 7, 39, 50], len(output(shorter, 0)) - 2)
+
+
+def test_a_chain_in_place_copies_no_block() -> None:
+    state = fs.init(config(num_blocks=8), TARGET, DRAFTER)
+    state, _ = fs.admit(state, TARGET, DRAFTER, [[5, 6, 7]], max_tokens=40)
+    free = state.lease.target.pool.num_free_blocks, state.lease.draft.pool.num_free_blocks
+    rows = state.lease.target.rows
+    while fs.any_active(state):
+        state, _ = fs.prefill(state, DRAFTER)
+        state, _ = fs.decode(state, DRAFTER)
+        state, _ = fs.verify(state, TARGET)
+    assert state.lease.target.rows == rows
+    assert (state.lease.target.pool.num_free_blocks, state.lease.draft.pool.num_free_blocks) == free
+
+
+def test_branching_shares_blocks_below_the_first_write() -> None:
+    state = fs.init(config(length=64, block_size=4), TARGET, DRAFTER)
+    state, _ = fs.admit(state, TARGET, DRAFTER, [list(range(1, 31))], max_tokens=8)
+    other = fs.fork(state)
+    state, _ = fs.step_round(state, TARGET, DRAFTER)
+    other, _ = fs.step_round(other, TARGET, DRAFTER)
+    shared = set(state.lease.target.rows[0].ids) & set(other.lease.target.rows[0].ids)
+    assert len(shared) == 30 // 4
+
+
+def test_exhaustion_is_refused_before_anything_is_written() -> None:
+    state = fs.init(config(length=32, block_size=4, num_blocks=16), TARGET, DRAFTER)
+    state, _ = fs.admit(state, TARGET, DRAFTER, [[5, 6, 7]])
+    newest, _ = fs.step_round(state, TARGET, DRAFTER)
+    branch, _ = fs.step_round(state, TARGET, DRAFTER)
+    expected, kv = fs.snapshot(branch), kv_bytes(state)
+    before = fs.snapshot(state)
+    for donate in (False, True):
+        with pytest.raises(PoolExhaustedError, match=r"expected 8 free blocks in the draft pool, got 0 of 16\. Fix: drop old states"):
+            fs.step_round(state, TARGET, DRAFTER, donate=donate)
+    assert fs.snapshot(state) == before
+    assert all((a == b).all() for a, b in zip(kv, kv_bytes(state), strict=True))
+    del branch
+    assert fs.snapshot(fs.step_round(state, TARGET, DRAFTER)[0]) == expected == fs.snapshot(newest)
