@@ -267,7 +267,7 @@ def split(x: Floats) -> tuple[Floats, Floats]:
     exponent = ((bits >> 23) & 255) - 126
     mantissa = ((bits & 0x007FFFFF) | 0x3F000000).view(np.float32)
     low = mantissa < np.float32(SQRT_HALF)
-    f = np.where(low, mantissa + mantissa, mantissa) - np.float32(1)
+    f = np.where(low, mantissa + mantissa, mantissa).astype(np.float32) - np.float32(1)
     return f, np.where(low, exponent - 1, exponent).astype(np.float32)
 
 

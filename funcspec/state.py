@@ -263,6 +263,10 @@ class Lease:
         self.dead = step
         del self.buffers, self.target, self.draft
 
+    def revive(self, buffers: Buffers, target: Branch, draft: Branch | None) -> None:
+        """Undo `kill` for a round that failed, with what its last step left."""
+        self.dead, self.buffers, self.target, self.draft = None, buffers, target, draft
+
     def loosened(self, arrays: dict[str, Any]) -> "Lease":
         """Return a lease over arrays that a caller put in place of the views.
 

@@ -20,7 +20,7 @@ from funcspec.kernels.window_inputs import VERIFY
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.noise import TARGET
 from funcspec.state import DRAFTING, ROUND_START, SCORED, SpecState, check_phase, check_state
-from funcspec.transition import Transition, Window
+from funcspec.transition import Transition, Window, revive
 
 
 @dataclass(frozen=True)
@@ -223,17 +223,24 @@ def step_round(
         state: a state at the start of a round.
         target, drafter: the models the state was made for.
         num_draft: as for `prefill`.
-        donate: reuse the state's buffers and leave the state dead. States in between are always reused.
+        donate: reuse the state's buffers and leave the state dead. States in between are always reused. If a model raises in
+            mid-round the drafts are dropped and the state lives on at the start of the round.
 
     Returns:
         the new state and the round's `Verdict`.
     """
-    if drafter is not None:
-        state, _ = prefill(state, drafter, num_draft=num_draft, donate=donate)
+    if drafter is None:
+        return verify(state, target, donate=donate)
+    check_partner("target", target, check_state(state, "step_round").lease.models["target"], state.lease.target.pool)
+    newest, _ = prefill(state, drafter, num_draft=num_draft, donate=donate)
+    try:
         for _ in range(state.config.num_speculative_tokens - 1):
-            state, _ = decode(state, drafter, donate=True)
-        donate = True
-    return verify(state, target, donate=donate)
+            newest, _ = decode(newest, drafter, donate=True)
+        return verify(newest, target, donate=True)
+    except BaseException:
+        if donate:
+            revive(state, newest)
+        raise
 
 
 def _drafting_step(state: SpecState, drafter: Drafter, name: str, num_draft: object, *, first: bool, donate: bool) -> tuple[SpecState, Draft]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from funcspec.constants import NO_ROW
+from funcspec.constants import NO_ROW, NO_TOKEN
 from funcspec.errors import ModelError, refuse
 from funcspec.kernels.append_drafts import append_drafts_
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
@@ -315,6 +315,19 @@ class Transition:
         lengths = self.fields.num_tokens + self.config.num_speculative_tokens
         for cache in branch.pool.kv.values():
             copy_blocks_(cache=cache, source=pairs[0], destination=pairs[1], rows=pairs[2], block_indices=pairs[3], lengths=lengths)
+
+
+def revive(state: SpecState, newest: SpecState) -> None:
+    """Give a donated state its life back after a failure in mid-round: take over from `newest`, without its drafts."""
+    lease = newest.lease
+    fields = lease.buffers
+    places = torch.arange(fields.tokens.shape[1], device=fields.tokens.device)
+    fields.tokens.masked_fill_(places >= fields.num_tokens[:, None], NO_TOKEN)
+    fields.num_draft.zero_()
+    fields.num_drafted.zero_()
+    target, draft = lease.target, lease.draft.release_guard() if lease.draft is not None else None
+    lease.kill("a round that failed")
+    state.lease.revive(fields, target, draft)
 
 
 def run_model(model: Model, pool: Pool, batch: ForwardBatch, count: int) -> torch.Tensor:

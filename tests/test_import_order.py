@@ -93,23 +93,27 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that run; imports for annotations only make no order, so what stands below TYPE_CHECKING is left out."""
+def run_time_nodes(tree: ast.AST, *, late: bool) -> Iterator[ast.AST]:
+    """All nodes that run; imports for annotations only make no order, so what stands below TYPE_CHECKING is left out.
+
+    With `late` what stands inside functions is among them, without it only what runs when the module is imported.
+    """
     for child in ast.iter_child_nodes(tree):
         if is_type_checking(child):
             assert isinstance(child, ast.If)
             for other in child.orelse:
                 yield other
-                yield from run_time_nodes(other)
+                yield from run_time_nodes(other, late=late)
         else:
             yield child
-            yield from run_time_nodes(child)
+            if late or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from run_time_nodes(child, late=late)
 
 
-def imports_of(source: str, module: str, is_package: bool, known: set[str]) -> set[str]:
-    """Modules of the package that the source imports, anywhere in it, also inside functions."""
+def imports_of(source: str, module: str, is_package: bool, known: set[str], *, late: bool) -> set[str]:
+    """Modules of the package that the source imports: with `late` anywhere in it, without it when it is imported."""
     found = set()
-    for node in run_time_nodes(ast.parse(source)):
+    for node in run_time_nodes(ast.parse(source), late=late):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -121,93 +125,9 @@ def imports_of(source: str, module: str, is_package: bool, known: set[str]) -> s
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.add(full if full.removeprefix("funcspec.") in known else base)
-    names = {name for name in found if name == "funcspec" or name.startswith("funcspec.")}
-    return {name.removeprefix("funcspec").removeprefix(".") for name in names} - {module}
-
-
-def order_faults(files: dict[str, Path]) -> list[str]:
-    """Every breach of the order, in words."""
-    faults = [f"{module}: is in no group of {Path(__file__).name}; give it a place" for module in files if group_of(module) is None]
-    for module, path in files.items():
-        for imported in sorted(imports_of(path.read_text(), module, path.name == "__init__.py", set(files))):
-            if not may_import(module, imported):
-                faults.append(f"{module or 'funcspec'}: may not import {imported or 'the root package'}")
-    return faults
-
-
-def repository_files() -> list[Path]:
-    """Files that are, or are about to be, part of the repository."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=False
-    )
-    if listing.returncode == 0:
-        paths = [ROOT / name for name in os.fsdecode(listing.stdout).split("\0") if name]
-    else:  # an unpacked archive: take what is not hidden, nor a tool's
-        paths = [path for path in ROOT.rglob("*") if not any(part.startswith(".") or part == "__pycache__" for part in path.parts)]
-    return sorted(path for path in paths if path.is_file())
-
-
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from `def` to the end, without the docstring."""
-    assert function.end_lineno is not None
-    lines = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is not None:
-        docstring = function.body[0]
-        assert docstring.end_lineno is not None
-        lines -= docstring.end_lineno - docstring.lineno + 1
-    return lines
-
-
-def length_faults(name: str, source: str) -> list[str]:
-    """The file and its functions, where they are too long."""
-    faults = []
-    if (lines := len(source.splitlines())) >= MAX_FILE_LINES:
-        faults.append(f"{name}: {lines} lines, fewer than {MAX_FILE_LINES} allowed; split it by concern")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (lines := code_lines(node)) >= MAX_FUNCTION_LINES:
-            faults.append(f"{name}:{node.lineno}: {node.name} has {lines} lines, fewer than {MAX_FUNCTION_LINES} allowed")
-    return faults
-
-
-def test_imports_go_one_way() -> None:
-    faults = order_faults(package_files(PACKAGE))
-    assert not faults, "\n".join(faults)
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "allowed"),
-    [
-        ("pool", "from funcspec.errors import refuse", True),
-        ("pool", "from funcspec.models.base import KVSpec", True),
-        ("pool", "from funcspec.models import base", True),
-        ("pool", "import funcspec.state", False),
-        ("pool", "from funcspec import state", False),
-        ("pool", "from funcspec import SpecConfig", False),
-        ("pool", "def late():\n    from funcspec.steps import verify", False),
-        ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from funcspec.rules import Rule", True),
-        ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    from funcspec.rules import Rule", False),
-        ("errors", "from funcspec.config import SpecConfig", False),
-        ("kernels.acceptance", "from funcspec.kernels.op import Op", True),
-        ("kernels.acceptance", "from .op import Op", True),
-        ("kernels.acceptance", "from funcspec.kernels.append_drafts import append_drafts_", False),
-        ("kernels.acceptance", "from ..pool import Pool", False),
-        ("kernels.op", "from funcspec.kernels.acceptance import accept_", False),
-        ("models.smollm2", "from funcspec.models import gguf, llama", True),
-        ("models.toy", "from funcspec.models.llama import llama", False),
-        ("models", "from funcspec.models import toy", True),
-        ("models", "from . import toy", True),
-        ("models.base", "from funcspec.models.toy import table", False),
-        ("drafters.standalone", "from funcspec.models.llama import llama", True),
-        ("models.toy", "from funcspec.drafters.standalone import standalone", False),
-        ("cli", "from funcspec.generation import generate", True),
-        ("generation", "from funcspec.cli import main", False),
-        ("", "from funcspec.steps import verify", True),
-        ("newcomer", "import os", False),
-    ],
-)
-def test_the_order_is_understood(tmp_path: Path, module: str, source: str, allowed: bool) -> None:
-    names = "errors config pool state steps rules cli generation kernels.op kernels.append_drafts models.base models.toy models.gguf"
-    for name in [*names.split(), "models.llama", "kernels.acceptance", "drafters.standalone"]:
+    names = "errors config pool state snapshots steps rules cli generation models.base models.toy models.gguf models.llama "
+    names += "kernels.op kernels.acceptance kernels.append_drafts drafters.standalone"
+    for name in names.split():
         path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(exist_ok=True)
         path.touch()

@@ -212,6 +212,32 @@ def test_a_raising_model_leaves_the_state_usable() -> None:
     assert output(state, 0) == checksum_greedy([5, 6, 7], len(output(state, 0)))
 
 
+@pytest.mark.parametrize("passes", [0, 1, 2, 3])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_round_that_fails_leaves_the_state_usable(donate: bool, passes: int) -> None:
+    class Failing(ChecksumModel):
+        left = 10**9
+
+        def forward(self, kv, batch):
+            Failing.left -= 1
+            if Failing.left < 0:
+                raise RuntimeError("out of luck")
+            return super().forward(kv, batch)
+
+    target, drafter = Failing(), fs.drafters.standalone(Failing())
+    state = fs.init(config(), target, drafter)
+    state, _ = fs.admit(state, target, drafter, [[5, 6, 7]])
+    state = run(state, target, drafter, 2, donate=donate)
+    before = state.tokens.clone()
+    Failing.left = passes
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fs.step_round(state, target, drafter, donate=donate)
+    Failing.left = 10**9
+    assert torch.equal(state.tokens, before) and state.lease.phase == "round start"
+    state = run(state, target, drafter, 3, donate=donate)
+    assert output(state, 0) == checksum_greedy([5, 6, 7], len(output(state, 0))) and len(output(state, 0)) == 1 + 5 * 4
+
+
 def test_wrong_logits_are_refused() -> None:
     class Short(ChecksumModel):
         def forward(self, kv, batch):

@@ -5,6 +5,8 @@ A tile in which a query sees nothing multiplies by 1 and adds 0, so it changes n
 depends on the batch: the number of rows, the width of the table, the length of other rows.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 
@@ -218,13 +220,22 @@ def _gather(cache: torch.Tensor, blocks: list[int], offset: int, count: int) -> 
     return tile
 
 
-def _visible(last_seen: list[int], start: int, blocks: list[int], offset: int, block_size: int) -> torch.Tensor:
-    """[rows, KEY_TILE] fp32: 1 where a query sees a key of the tile at position `start`, else 0."""
-    visible = torch.le(OFFSETS, torch.tensor([seen - start for seen in last_seen])[:, None])
-    if -1 in blocks:
-        owner = ((OFFSETS + offset) // block_size).clamp_(max=len(blocks) - 1)
-        visible &= torch.tensor(blocks)[owner] >= 0
-    return visible.float()
+@lru_cache(maxsize=16)  # the same in every layer of a pass
+def _visible(last_seen: tuple[int, ...], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys of the tile at position `start` a query sees.
+
+    Returns:
+        [rows, KEY_TILE] fp32, only to be read: 1 where it sees the key, else 0; and what to add to the scores for it.
+    """
+    visible = torch.le(OFFSETS, torch.tensor([seen - start for seen in last_seen])[:, None]).float()
+    return visible, (visible - 1).mul_(FAR)
+
+
+def _without_holes(visible: torch.Tensor, blocks: list[int], offset: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_visible` returns, with the keys of blocks that are -1 hidden."""
+    owner = ((OFFSETS + offset) // block_size).clamp_(max=len(blocks) - 1)
+    visible = visible * (torch.tensor(blocks)[owner] >= 0)
+    return visible, (visible - 1).mul_(FAR)
 
 
 def _attend(
@@ -249,8 +260,9 @@ def _attend(
     rows = count * group
     padding = -rows % 4
     folded = query.reshape(count, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows, head_dim).float()
-    folded = F.pad(folded, (0, 0, 0, padding))
-    row_seen = [seen for seen in last_seen for _ in range(group)] + [-1] * padding
+    if padding:
+        folded = F.pad(folded, (0, 0, 0, padding))
+    row_seen = tuple(seen for seen in last_seen for _ in range(group)) + (-1,) * padding
     best = total = mixed = torch.empty(0)
     for start in range(0, end, KEY_TILE):
         width = min(KEY_TILE, end - start)
@@ -258,8 +270,10 @@ def _attend(
         offset = start % block_size
         keys = _gather(key_cache, blocks, offset, width)
         values = _gather(value_cache, blocks, offset, width)
-        visible = _visible(row_seen, start, blocks, offset, block_size)
-        score = torch.baddbmm((visible - 1).mul_(FAR), folded, keys.permute(1, 2, 0), alpha=scale)
+        visible, bias = _visible(row_seen, start)
+        if -1 in blocks:
+            visible, bias = _without_holes(visible, blocks, offset, block_size)
+        score = torch.baddbmm(bias, folded, keys.permute(1, 2, 0), alpha=scale)
         highest = score.amax(2, keepdim=True)
         newest = torch.maximum(best, highest) if start else highest
         # exp is many times slower where it underflows: it is kept from that, and hidden keys are cleared afterwards.
