@@ -325,6 +325,8 @@ def revive(state: SpecState, newest: SpecState) -> None:
     fields.tokens.masked_fill_(places >= fields.num_tokens[:, None], NO_TOKEN)
     fields.num_draft.zero_()
     fields.num_drafted.zero_()
+    # The newest token is fed again: drafting goes on from its logits.
+    fields.draft_len.copy_(torch.minimum(fields.draft_len, fields.num_tokens - 1).clamp_(min=0))
     target, draft = lease.target, lease.draft.release_guard() if lease.draft is not None else None
     lease.kill("a round that failed")
     state.lease.revive(fields, target, draft)

@@ -125,6 +125,97 @@ def imports_of(source: str, module: str, is_package: bool, known: set[str], *, l
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.add(full if full.removeprefix("funcspec.") in known else base)
+    names = {name for name in found if name == "funcspec" or name.startswith("funcspec.")}
+    return {name.removeprefix("funcspec").removeprefix(".") for name in names} - {module}
+
+
+def order_faults(files: dict[str, Path]) -> list[str]:
+    """Every breach of the order, in words."""
+    faults = [f"{module}: is in no group of {Path(__file__).name}; give it a place" for module in files if group_of(module) is None]
+    for module, path in files.items():
+        early, anywhere = (
+            imports_of(path.read_text(), module, path.name == "__init__.py", set(files), late=late) for late in (False, True)
+        )
+        for imported in sorted(anywhere):
+            allowed_late = imported in LATE.get(module, set()) and imported not in early
+            if not may_import(module, imported) and not allowed_late:
+                faults.append(f"{module or 'funcspec'}: may not import {imported or 'the root package'}")
+    return faults
+
+
+def repository_files() -> list[Path]:
+    """Files that are, or are about to be, part of the repository."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=False
+    )
+    if listing.returncode == 0:
+        paths = [ROOT / name for name in os.fsdecode(listing.stdout).split("\0") if name]
+    else:  # an unpacked archive: take what is not hidden, nor a tool's
+        paths = [path for path in ROOT.rglob("*") if not any(part.startswith(".") or part == "__pycache__" for part in path.parts)]
+    return sorted(path for path in paths if path.is_file())
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        assert docstring.end_lineno is not None
+        lines -= docstring.end_lineno - docstring.lineno + 1
+    return lines
+
+
+def length_faults(name: str, source: str) -> list[str]:
+    """The file and its functions, where they are too long."""
+    faults = []
+    if (lines := len(source.splitlines())) >= MAX_FILE_LINES:
+        faults.append(f"{name}: {lines} lines, fewer than {MAX_FILE_LINES} allowed; split it by concern")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (lines := code_lines(node)) >= MAX_FUNCTION_LINES:
+            faults.append(f"{name}:{node.lineno}: {node.name} has {lines} lines, fewer than {MAX_FUNCTION_LINES} allowed")
+    return faults
+
+
+def test_imports_go_one_way() -> None:
+    faults = order_faults(package_files(PACKAGE))
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "allowed"),
+    [
+        ("pool", "from funcspec.errors import refuse", True),
+        ("pool", "from funcspec.models.base import KVSpec", True),
+        ("pool", "from funcspec.models import base", True),
+        ("pool", "import funcspec.state", False),
+        ("pool", "from funcspec import state", False),
+        ("pool", "from funcspec import SpecConfig", False),
+        ("pool", "def late():\n    from funcspec.steps import verify", False),
+        ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from funcspec.rules import Rule", True),
+        ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    from funcspec.rules import Rule", False),
+        ("state", "class State:\n    def copy(self):\n        from funcspec.snapshots import restore", True),
+        ("state", "from funcspec.snapshots import restore", False),
+        ("errors", "from funcspec.config import SpecConfig", False),
+        ("kernels.acceptance", "from funcspec.kernels.op import Op", True),
+        ("kernels.acceptance", "from .op import Op", True),
+        ("kernels.acceptance", "from funcspec.kernels.append_drafts import append_drafts_", False),
+        ("kernels.acceptance", "from ..pool import Pool", False),
+        ("kernels.op", "from funcspec.kernels.acceptance import accept_", False),
+        ("models.smollm2", "from funcspec.models import gguf, llama", True),
+        ("models.toy", "from funcspec.models.llama import llama", False),
+        ("models", "from funcspec.models import toy", True),
+        ("models", "from . import toy", True),
+        ("models.base", "from funcspec.models.toy import table", False),
+        ("drafters.standalone", "from funcspec.models.llama import llama", True),
+        ("models.toy", "from funcspec.drafters.standalone import standalone", False),
+        ("cli", "from funcspec.generation import generate", True),
+        ("generation", "from funcspec.cli import main", False),
+        ("", "from funcspec.steps import verify", True),
+        ("newcomer", "import os", False),
+    ],
+)
+def test_the_order_is_understood(tmp_path: Path, module: str, source: str, allowed: bool) -> None:
     names = "errors config pool state snapshots steps rules cli generation models.base models.toy models.gguf models.llama "
     names += "kernels.op kernels.acceptance kernels.append_drafts drafters.standalone"
     for name in names.split():

@@ -34,14 +34,26 @@ def write_kv_kernel(
     tl.store(out_value_ptr + slot * WIDTH + lane, value.to(out_value_ptr.dtype.element_ty), mask=mask)
 
 
-def _check_write(out_key_cache: torch.Tensor, out_value_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+def _check_write(
+    out_key_cache: torch.Tensor, out_value_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
     for name, cache, new in (("key", out_key_cache, key), ("value", out_value_cache, value)):
         if cache.dim() != 4 or not cache.is_contiguous():
-            refuse(f"out_{name}_cache", "a contiguous [num_blocks, block_size, kv_heads, head_dim]", tuple(cache.shape), "pass one layer of the pool")
+            refuse(
+                f"out_{name}_cache",
+                "a contiguous [num_blocks, block_size, kv_heads, head_dim]",
+                tuple(cache.shape),
+                "pass one layer of the pool",
+            )
         if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
             refuse(name, f"[T, {cache.shape[2]}, {cache.shape[3]}]", tuple(new.shape), "use the kv_spec that the pool was made with")
         if new.shape[0] != slots.shape[0]:
-            refuse("slot_mapping", f"{new.shape[0]} slots, one for each token of {name}", slots.shape[0], "pass -1 for tokens that write nothing")
+            refuse(
+                "slot_mapping",
+                f"{new.shape[0]} slots, one for each token of {name}",
+                slots.shape[0],
+                "pass -1 for tokens that write nothing",
+            )
     if slots.dtype not in (torch.int32, torch.int64):
         refuse("slot_mapping", "int32 or int64", slots.dtype, "convert it once, outside the loop", ArgumentTypeError)
 
@@ -148,7 +160,12 @@ def _check_copy(cache: torch.Tensor, *arrays: torch.Tensor) -> None:
         if array.dtype not in (torch.int32, torch.int64):
             refuse(name, "int32 or int64", array.dtype, "convert it once, outside the loop", ArgumentTypeError)
         if array.dim() != 1 or (name != "lengths" and array.shape != arrays[0].shape):
-            refuse(name, f"one dimension and, but for lengths, {arrays[0].shape[0]} entries", tuple(array.shape), "pass one entry for each copy")
+            refuse(
+                name,
+                f"one dimension and, but for lengths, {arrays[0].shape[0]} entries",
+                tuple(array.shape),
+                "pass one entry for each copy",
+            )
 
 
 def _launch_copy_blocks(

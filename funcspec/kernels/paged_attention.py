@@ -111,7 +111,10 @@ def _check(
 ) -> None:
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         refuse(
-            "key_cache", "[num_blocks, block_size, kv_heads, head_dim], like value_cache", (tuple(key_cache.shape), tuple(value_cache.shape)), "pass one layer of the pool"
+            "key_cache",
+            "[num_blocks, block_size, kv_heads, head_dim], like value_cache",
+            (tuple(key_cache.shape), tuple(value_cache.shape)),
+            "pass one layer of the pool",
         )
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
         refuse("key_cache", "contiguous key_cache, value_cache and out", "another layout", "pass one layer of the pool and a fresh out")
@@ -138,7 +141,12 @@ def _check(
         refuse("positions", f"{query.shape[0]} positions, one for each query token", tuple(positions.shape), "pass arrays of one batch")
     if max_query_len < 0:
         refuse("max_query_len", "0 or more", max_query_len, "pass the longest query of a row")
-    for name, array in (("block_tables", block_tables), ("seq_lens", seq_lens), ("query_start_loc", query_start_loc), ("positions", positions)):
+    for name, array in (
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("query_start_loc", query_start_loc),
+        ("positions", positions),
+    ):
         if array.dtype not in (torch.int32, torch.int64):
             refuse(name, "int32 or int64", array.dtype, "convert it once, outside the loop", ArgumentTypeError)
 
@@ -158,7 +166,12 @@ def _launch_paged_attention(
 ) -> None:
     _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions, max_query_len)
     if query.stride(2) != 1 or block_tables.stride(1) != 1:
-        refuse("query", "query and block_tables contiguous in their last dimension", (query.stride(), block_tables.stride()), "call .contiguous()")
+        refuse(
+            "query",
+            "query and block_tables contiguous in their last dimension",
+            (query.stride(), block_tables.stride()),
+            "call .contiguous()",
+        )
     _, block_size, kv_heads, head_dim = key_cache.shape
     group = query.shape[1] // kv_heads
     # Tile sizes follow from the model alone: a size that followed the batch would reorder sums.
