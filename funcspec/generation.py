@@ -97,15 +97,15 @@ def _loop(state: SpecState, target: Model, drafter: Drafter | None, requests: li
         if not rows:
             continue
         state, verdict = step_round(state, target, drafter, num_draft=num_draft, donate=True)
-        for row, emission in _emissions(verdict, rows, rounds):
+        for row, emission in emissions(verdict, rows, rounds):
             yield emission
             if emission.finish_reason:
                 del rows[row]
                 state = release(state, [row], donate=True)
 
 
-def _emissions(verdict: Verdict, rows: dict[int, int], rounds: list[int]) -> list[tuple[int, Emission]]:
-    """Read a verdict on the host, row by row."""
+def emissions(verdict: Verdict, rows: dict[int, int], rounds: list[int]) -> list[tuple[int, Emission]]:
+    """Read a verdict on the host: the emission of each live row, and the row. Counts up `rounds` of their prompts."""
     tokens, origin = verdict.tokens.tolist(), verdict.origin.tolist()
     emitted, drafted, accepted = verdict.num_emitted.tolist(), verdict.num_drafted.tolist(), verdict.num_accepted.tolist()
     reasons, bad = verdict.finish_reason.tolist(), verdict.bad_row.tolist()

@@ -72,6 +72,8 @@ SQRT_HALF = 0.70710678
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
+_NOISE_SPAN = 25.01  # more than the largest noise less the smallest, 22.1807 + 2.8116
+_FEW = 2048  # up to so many tokens, exact noise for all costs less than a further test
 _MULTIPLIER_A = np.uint64(0xD2511F53)
 _MULTIPLIER_B = np.uint64(0xCD9E8D57)
 _WEYL_A = 0x9E3779B9
@@ -244,7 +246,7 @@ def polylog(f: Floats, e: Floats) -> Floats:
         float32.
     """
     z = f * f
-    y = np.full_like(f, np.float32(LOG_COEFFICIENTS[0]))
+    y: NDArray[Any] = np.full_like(f, np.float32(LOG_COEFFICIENTS[0]))
     for coefficient in LOG_COEFFICIENTS[1:]:
         y = y * f + np.float32(coefficient)
     y = y * f
@@ -342,6 +344,54 @@ def choose(
     return token, bool(invalid.any() or best == -np.inf)
 
 
+def choose_rows(
+    logits: Floats, temperature: Floats, counters: Words, stream: int, token_ids: NDArray[np.int32] | None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Choose one token for each of several sampled rows as `choose` does, with noise only for tokens that could win.
+
+    Args:
+        logits: [C, V] without NaN and +inf.
+        temperature: [C, 1] above 0.
+        counters: [C, 4] low and high seed word, position, nonce.
+        stream: random stream.
+        token_ids: [V] target ids or None.
+
+    Returns:
+        [C] target ids, and [C] whether no score was above -inf.
+    """
+    count, vocab_size = logits.shape
+    with np.errstate(all="ignore"):
+        scores = logits / temperature
+        top = scores.max(axis=1, keepdims=True)
+        margin = 0.02 + 2e-6 * (np.abs(top) + _NOISE_SPAN)  # more than all roundings of scores and tests together
+        # Comparisons are negated so that infinite scores, whose differences are NaN, are never dropped.
+        place = np.flatnonzero(~(scores < top - (_NOISE_SPAN + margin)))
+        if place.size <= _FEW:
+            row, column = np.divmod(place, vocab_size)
+            low, high, position, nonce = counters[row].T
+            words = token_words(low, high, position, nonce, stream, as_words(column if token_ids is None else token_ids[column]))
+        else:
+            low, high, position, nonce = counters.T[:, :, None]
+            if token_ids is None:
+                everything = row_words(low, high, position, nonce, stream, vocab_size)
+            else:
+                everything = token_words(low, high, position, nonce, stream, as_words(token_ids)[None])
+            # Noise lies between log((1 - u) / u) and -log(u). So with ratio = u / exp(score), and the least of them in a
+            # row, no token with ratio > least / (1 - least) wins.
+            ratio = (everything | np.uint32(1)).astype(np.float32) * np.float32(2.0**-32) / np.exp(scores - top)
+            least = ratio.min(axis=1, keepdims=True)
+            place = np.flatnonzero(~(ratio > np.where(least < 1, least / (1 - least) * np.exp(margin), np.inf)))
+            row, column = np.divmod(place, vocab_size)
+            words = everything[row, column]
+        final = scores.reshape(-1)[place] + gumbel(words)
+    best = np.full(count, -np.inf, dtype=np.float32)
+    np.maximum.at(best, row, final)
+    tied = final == best[row]
+    winner = np.full(count, 2**31 - 1, dtype=np.int64)
+    np.minimum.at(winner, row[tied], (column if token_ids is None else token_ids[column])[tied])
+    return winner, best == -np.inf
+
+
 __all__ = [
     "ACCEPT",
     "DRAFT",
@@ -353,6 +403,7 @@ __all__ = [
     "as_words",
     "check_stream",
     "choose",
+    "choose_rows",
     "gumbel",
     "noise_words",
     "philox4x32",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -233,7 +234,7 @@ def rejection_sample(case: Case) -> None:
     """Greedy rows only."""
     greedy = case.inputs["temperature"][case.inputs["idx_mapping"]] == 0
     starts = case.inputs["cu_num_logits"]
-    spans = list(zip(starts[:-1], starts[1:], strict=True))
+    spans = list(pairwise(starts))
     drafts = [case.inputs["draft_sampled"][begin + 1 : end] for begin, end in spans]
     chosen = [case.inputs["target_logits"][begin:end].argmax(1) for begin, end in spans]
     emitted = accept(case, drafts, chosen, greedy, case.number("num_speculative_steps") + 1)

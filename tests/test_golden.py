@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from .golden_adapters import ADAPTERS, NOT_COVERED, Case
 
 from funcspec.errors import ArgumentError
 from funcspec.kernels._triton import HAS_TRITON, INTERPRETED
+
+from .golden_adapters import ADAPTERS, NOT_COVERED, Case
 
 
 @lru_cache(maxsize=1)

@@ -11,21 +11,16 @@ from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.noise import gumbel, philox4x32, token_word, uniform
 from funcspec.kernels.op import Op, next_power_of_2
-from funcspec.noise import TARGET, TILE, Floats, Words, as_words, check_stream, choose, row_words, token_words
-from funcspec.noise import gumbel as gumbel_numpy
+from funcspec.noise import TARGET, TILE, Floats, as_words, check_stream, choose, choose_rows
 
-_TILES_PER_PART = 4
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
-_NOISE_SPAN = 25.01  # more than the largest noise less the smallest, 22.1807 + 2.8116
-_FEW = 2048  # up to so many tokens, exact noise for all costs less than a further test
 _BLOCK_ELEMENTS = 1 << 16  # logits that are worked on at a time, so that temporaries stay in cache
-_NO_ID = 2**31 - 1
 
 
 def choose_tokens_partials(vocab_size: int) -> int:
-    """Number of parts that a row is cut into: the width P of the scratch buffers of `choose_tokens_`.
+    """Most parts that a row is cut into: the width P of the scratch buffers of `choose_tokens_`.
 
     Args:
         vocab_size: V, columns of the logits.
@@ -35,7 +30,13 @@ def choose_tokens_partials(vocab_size: int) -> int:
     """
     if vocab_size < 1:
         refuse("vocab_size", "at least 1", vocab_size, "pass the number of columns of the logits")
-    return -(-vocab_size // (TILE * _TILES_PER_PART))
+    return -(-vocab_size // TILE)
+
+
+def _tiles_per_part(count: int, tiles: int) -> int:
+    """Few rows want many programs, many rows long parts in which most tiles are skipped (measured on an H200)."""
+    programs = count * tiles
+    return 1 if programs <= 4096 else 4 if programs <= 16384 else 16
 
 
 # ---------------------------------------------------------------- Triton
@@ -71,6 +72,23 @@ def _tile_words(counter, i0, i1, i2, i3, position, nonce, low, high, STREAM: tl.
         c0 = counter.to(tl.uint32)
         zero = c0 * 0
         return philox4x32(c0, zero + position, zero + nonce, zero + STREAM, zero + low, zero + high)
+
+
+@jit
+def _is_hopeless(l0, l1, l2, l3, w0, w1, w2, w3, temperature, best):
+    """Whether no token of a tile can reach the best score so far (1 or 0); if in doubt, 0.
+
+    Noise is at most -log(u), so a token can reach it only if u <= exp(logit / temperature - best). The margin covers every
+    rounding, that of the cheap division included; the clamps keep infinities out.
+    """
+    scale = 1.0 / temperature
+    base = tl.minimum(tl.maximum(best, -1.0e30), 3.0e38)
+    limit = base - (0.01 + 1e-6 * tl.abs(base))
+    lost = (uniform(w0) > tl.exp(tl.minimum(l0 * scale - limit, 0.0))) & (uniform(w1) > tl.exp(tl.minimum(l1 * scale - limit, 0.0)))
+    lost = lost & (uniform(w2) > tl.exp(tl.minimum(l2 * scale - limit, 0.0)))
+    lost = lost & (uniform(w3) > tl.exp(tl.minimum(l3 * scale - limit, 0.0)))
+    # Below the clamp, and while nothing but -inf was seen, every tile counts: even such rows have their lowest id.
+    return tl.where(best < -1.0e30, 0, tl.min(lost.to(tl.int32), axis=0))
 
 
 @jit
@@ -138,23 +156,15 @@ def choose_tokens_kernel(
             i3 = _load_ids(token_ids_ptr, token + 768, vocab_size, HAS_MAP)
             bad = bad | (bad0 | bad1 | bad2 | bad3).to(tl.int32)
             if temperature > 0:
-                l0 = tl.div_rn(l0, temperature)
-                l1 = tl.div_rn(l1, temperature)
-                l2 = tl.div_rn(l2, temperature)
-                l3 = tl.div_rn(l3, temperature)
                 w0, w1, w2, w3 = _tile_words(tile * 256 + lane, i0, i1, i2, i3, position, nonce, low, high, STREAM, HAS_MAP)
-                # A token can reach the best score only if u <= exp(logit - best), since noise is at most -log(u). The
-                # margin covers every rounding; the clamps keep infinities out of the test. While the
-                # best is -inf every tile counts, so that a row of nothing but -inf still gets its lowest id.
-                base = tl.minimum(tl.maximum(best, -3.0e38), 3.0e38)
-                limit = base - (0.01 + 1e-6 * tl.abs(base))
-                loses = (uniform(w0) > tl.exp(tl.minimum(l0 - limit, 0.0))) & (uniform(w1) > tl.exp(tl.minimum(l1 - limit, 0.0)))
-                loses = loses & (uniform(w2) > tl.exp(tl.minimum(l2 - limit, 0.0))) & (uniform(w3) > tl.exp(tl.minimum(l3 - limit, 0.0)))
-                if (tl.min(loses.to(tl.int32), axis=0) == 0) | (best == float("-inf")):
-                    l0 += gumbel(w0)
-                    l1 += gumbel(w1)
-                    l2 += gumbel(w2)
-                    l3 += gumbel(w3)
+                hopeless = 0
+                if TILES > 1:  # the first tile is never skipped
+                    hopeless = _is_hopeless(l0, l1, l2, l3, w0, w1, w2, w3, temperature, best)
+                if hopeless == 0:
+                    l0 = tl.div_rn(l0, temperature) + gumbel(w0)
+                    l1 = tl.div_rn(l1, temperature) + gumbel(w1)
+                    l2 = tl.div_rn(l2, temperature) + gumbel(w2)
+                    l3 = tl.div_rn(l3, temperature) + gumbel(w3)
                     best, winner = _better(l0, l1, l2, l3, i0, i1, i2, i3, best, winner)
             else:
                 best, winner = _better(l0, l1, l2, l3, i0, i1, i2, i3, best, winner)
@@ -216,7 +226,9 @@ def _launch_choose_tokens(
     count, vocab_size = logits.shape
     if count == 0:
         return
-    parts = scratch_scores.shape[1]
+    tiles = scratch_scores.shape[1]
+    tiles_per_part = _tiles_per_part(count, tiles)
+    parts = -(-tiles // tiles_per_part)
     choose_tokens_kernel[(count, parts)](
         logits,
         token_rows if logits_indices is None else logits_indices,
@@ -236,7 +248,7 @@ def _launch_choose_tokens(
         HAS_INDICES=logits_indices is not None,
         HAS_NONCE=nonce_length is not None,
         HAS_MAP=token_ids is not None,
-        TILES=min(_TILES_PER_PART, -(-vocab_size // TILE)),
+        TILES=tiles_per_part,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -378,7 +390,7 @@ def choose_tokens_reference_(
             block = logits[chosen[0] : chosen[0] + 1] if len(chosen) == 1 else logits[chosen]
             sane, invalid = _sanitise(block.float().cpu().numpy(), [largest[t] for t in chosen])
             part = slice(start, start + step)
-            won, empty = _draw(sane, heat[part], counters[part], stream, ids)
+            won, empty = choose_rows(sane, heat[part], counters[part], stream, ids)
             for t, token, flag in zip(chosen, won.tolist(), (invalid | empty).tolist(), strict=True):
                 tokens[t], bad[t] = token, flag
     out_tokens.copy_(torch.tensor(tokens))
@@ -391,54 +403,6 @@ def _sanitise(logits: Floats, largest: list[float]) -> tuple[Floats, NDArray[np.
         return logits, np.zeros(len(largest), dtype=np.bool_)
     invalid = np.isnan(logits) | (logits == np.inf)
     return np.where(invalid, np.float32(-np.inf), logits), invalid.any(axis=1)
-
-
-def _draw(
-    logits: Floats, temperature: Floats, counters: Words, stream: int, token_ids: NDArray[np.int32] | None
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The tokens of `funcspec.noise.choose` for sampled rows, with noise only for tokens that could win.
-
-    Args:
-        logits: [C, V] without NaN and +inf.
-        temperature: [C, 1] above 0.
-        counters: [C, 4] low and high seed word, position, nonce.
-        stream: random stream.
-        token_ids: [V] target ids or None.
-
-    Returns:
-        [C] target ids, and [C] whether no score was above -inf.
-    """
-    count, vocab_size = logits.shape
-    with np.errstate(all="ignore"):
-        scores = logits / temperature
-        top = scores.max(axis=1, keepdims=True)
-        margin = 0.02 + 2e-6 * (np.abs(top) + _NOISE_SPAN)  # more than all roundings of scores and tests together
-        # Comparisons are negated so that infinite scores, whose differences are NaN, are never dropped.
-        place = np.flatnonzero(~(scores < top - (_NOISE_SPAN + margin)))
-        if place.size <= _FEW:
-            row, column = np.divmod(place, vocab_size)
-            low, high, position, nonce = counters[row].T
-            words = token_words(low, high, position, nonce, stream, as_words(column if token_ids is None else token_ids[column]))
-        else:
-            low, high, position, nonce = counters.T[:, :, None]
-            if token_ids is None:
-                everything = row_words(low, high, position, nonce, stream, vocab_size)
-            else:
-                everything = token_words(low, high, position, nonce, stream, as_words(token_ids)[None])
-            # Noise lies between log((1 - u) / u) and -log(u). So with ratio = u / exp(score), and the least of them in a
-            # row, no token with ratio > least / (1 - least) wins.
-            ratio = (everything | np.uint32(1)).astype(np.float32) * np.float32(2.0**-32) / np.exp(scores - top)
-            least = ratio.min(axis=1, keepdims=True)
-            place = np.flatnonzero(~(ratio > np.where(least < 1, least / (1 - least) * np.exp(margin), np.inf)))
-            row, column = np.divmod(place, vocab_size)
-            words = everything[row, column]
-        final = scores.reshape(-1)[place] + gumbel_numpy(words)
-    best = np.full(count, -np.inf, dtype=np.float32)
-    np.maximum.at(best, row, final)
-    tied = final == best[row]
-    winner = np.full(count, _NO_ID, dtype=np.int64)
-    np.minimum.at(winner, row[tied], (column if token_ids is None else token_ids[column])[tied])
-    return winner, best == -np.inf
 
 
 choose_tokens_ = Op(

@@ -60,7 +60,10 @@ def prepare_prefill_inputs_kernel(
     FREEZE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program a row, and one more for what lies behind the rows."""
+    """One program a row, and one more for what lies behind the rows.
+
+    An inert row's flag is folded into its bounds `kept` and `cap`: the interpreter cannot combine a flag with a vector of flags.
+    """
     row = tl.program_id(0).to(tl.int64)
     begin = tl.load(query_start_loc_ptr + row).to(tl.int64)
     first = begin + row
@@ -69,7 +72,6 @@ def prepare_prefill_inputs_kernel(
         state = tl.load(idx_mapping_ptr + row).to(tl.int64)
         active = (end > begin) & (begin >= 0) & (end <= num_tokens) & (state >= 0) & (state < num_states)
         rejected = tl.maximum(tl.load(num_rejected_ptr + row, mask=active, other=0).to(tl.int64), 0)
-        # Flags of a row are folded into its bounds: the interpreter cannot combine a flag with a vector of flags.
         kept = tl.where(active, tl.maximum(end - begin - rejected, 0), -1)
         cap = tl.where(active, max_model_len - 1, 0)
         start_position = tl.load(target_positions_ptr + begin, mask=active, other=0).to(tl.int64)
@@ -92,8 +94,7 @@ def prepare_prefill_inputs_kernel(
             tl.store(out_input_ids_ptr + place, tl.where(j == kept, correction, token), mask=inside)
             tl.store(out_positions_ptr + place, tl.minimum(position, cap), mask=inside)
             if FREEZE:
-                live = (j <= kept) & (position >= 0) & (position < max_model_len)
-                tl.store(out_is_live_ptr + place, live.to(tl.int32), mask=inside)
+                tl.store(out_is_live_ptr + place, (j <= kept) & (position >= 0) & (position < max_model_len), mask=inside)
             begin += LANES
     else:
         _clear_rows(row, first, out_last_token_indices_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, max_num_reqs, LANES)

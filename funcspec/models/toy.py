@@ -75,7 +75,7 @@ class ChecksumModel:
         ids = torch.arange(self.vocab_size, device=token.device)
         away = (ids - token[:, None]) % self.vocab_size
         # Multiples of 1/8 are exact in every float format; 5 * away scatters them over the vocabulary.
-        return 4.0 * (away == 0) - ((5 * away) % self.vocab_size) / 8.0 if self.spread else -100.0 * (away != 0)
+        return 1.0 * (away == 0) - ((5 * away) % self.vocab_size) / 8.0 if self.spread else -100.0 * (away != 0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from funcspec import noise
 from funcspec.errors import ArgumentError, ArgumentTypeError
+from funcspec.kernels import choose_tokens as module
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
 
 GUARD = 16
@@ -249,6 +250,8 @@ def adversarial() -> dict[str, torch.Tensor]:
     masked[:, ::3] = -math.inf
     cliff[:, 0] = 22.0
     few[:, [3, 20_000]] = torch.tensor([1.0, 2.0])
+    lowest = torch.full((2, 20_011), torch.finfo(torch.float32).min)
+    lowest[:, 5000] = -3.3e38
     near = torch.zeros(2, 20_011)
     near[:, 10_000:] = -1e-6
     return {
@@ -268,6 +271,7 @@ def adversarial() -> dict[str, torch.Tensor]:
         "2^26": torch.full((2, 20_011), 2.0**26),
         "1e20": base * 1e20,
         "1e37": base.sign() * 1e37,
+        "lowest": lowest,
         "all masked": torch.full((2, 20_011), -math.inf),
     }
 
@@ -293,14 +297,25 @@ def test_many_small_rows_are_drawn_together() -> None:
     assert run(batch, "reference", "cpu") == expect(batch)
 
 
-def test_pruning_changes_nothing_in_the_kernel(backend: str, kernel_device: str) -> None:
-    """Three parts of the vocabulary, so that later tiles can be skipped; on a GPU every adversarial row."""
-    compiled = kernel_device == "cuda" or backend == "reference"
-    names = list(adversarial()) if compiled else ["normal", "high"]
-    for name in names:
-        logits = adversarial()[name][:, : 20_011 if compiled else 9000]
-        batch = simple(logits if compiled else logits[:1], 0.7)
-        assert run(batch, backend, kernel_device) == expect(batch), name
+@pytest.mark.parametrize("tiles_per_part", [4, 16])
+def test_skipping_changes_nothing(backend: Any, kernel_device: str, tiles_per_part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of several tiles, as for many rows; on a GPU every adversarial row, interpreted the most telling ones."""
+    if backend == "reference":
+        pytest.skip("the reference does not cut rows into parts")
+    monkeypatch.setattr(module, "_tiles_per_part", lambda count, tiles: tiles_per_part)
+    compiled = kernel_device == "cuda"
+    for name in adversarial() if compiled else ("normal", "lowest"):
+        logits = adversarial()[name][: 2 if compiled else 1, : 20_011 if compiled else 6000]
+        backwards = np.arange(logits.shape[1], 0, -1, dtype=np.int32)
+        for ids in (None, backwards):
+            batch = simple(logits, 1.0, token_ids=ids)
+            assert run(batch, backend, kernel_device) == expect(batch), name
+    nothing = simple(torch.full((1, 2500), -math.inf), 0.7, token_ids=np.arange(2500, 0, -1, dtype=np.int32))
+    assert run(nothing, backend, kernel_device) == [(1, 1)]
+
+
+def test_many_rows_take_long_parts() -> None:
+    assert [module._tiles_per_part(count, 126) for count in (1, 32, 64, 512)] == [1, 1, 4, 16]
 
 
 def test_draws_have_the_softmax_distribution() -> None:

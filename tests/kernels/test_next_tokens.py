@@ -56,7 +56,7 @@ def test_valid_tokens_count_wherever_they_stand(backend: str, kernel_device: str
 
 @pytest.mark.parametrize("rows", [[], [[3]]], ids=["no rows", "one column"])
 def test_small_shapes(backend: str, kernel_device: str, rows: list[list[int]]) -> None:
-    given = arguments(kernel_device, rows or [[]], [False] * len(rows), [9] * len(rows), 10)
+    given = arguments(kernel_device, rows, [False] * len(rows), [9] * len(rows), 10)
     if not rows:
         given["sampled_token_ids"] = torch.zeros(0, 4, dtype=torch.int32, device=kernel_device)
     assert run(backend, given) == (([3], [1]) if rows else ([], []))

@@ -1,0 +1,389 @@
+"""The Llama family in plain torch over a paged cache: weights are data, `forward` is a function of them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from funcspec.errors import ModelError, refuse
+from funcspec.kernels.kv_cache import write_kv_
+from funcspec.kernels.paged_attention import paged_attention_
+from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
+from funcspec.models.gguf import GGUF, read_gguf
+
+FEW_TOKENS = 8
+"""On a CPU, fp32 passes of up to this many tokens are padded to a multiple of four tokens and multiplied as `mm(w, x.T)`."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama.
+
+    Attributes:
+        vocab_size: number of input token ids (rows of the embedding).
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the feed-forward layers.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; divides num_heads.
+        head_dim: width of a head; even.
+        max_len: number of positions.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square in every norm.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            refuse("num_kv_heads", f"a divisor of {self.num_heads} heads", self.num_kv_heads, "check the configuration", ModelError)
+        if self.head_dim < 2 or self.head_dim % 2:
+            refuse("head_dim", "an even number", self.head_dim, "check the configuration", ModelError)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all weights but the optional "head"; matrices are [output, input]."""
+        attention, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size), "norm": (self.hidden_size,)}
+        for layer in range(self.num_layers):
+            shapes[f"{layer}.attention_norm"] = (self.hidden_size,)
+            shapes[f"{layer}.qkv"] = (attention + 2 * kv, self.hidden_size)
+            shapes[f"{layer}.attention_output"] = (self.hidden_size, attention)
+            shapes[f"{layer}.mlp_norm"] = (self.hidden_size,)
+            shapes[f"{layer}.gate_up"] = (2 * self.intermediate_size, self.hidden_size)
+            shapes[f"{layer}.down"] = (self.hidden_size, self.intermediate_size)
+        return shapes
+
+
+def _rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[max_len, 1, head_dim] cosines, and sines with the first half negated, so that a rotation is x * cos + swap(x) * sin."""
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(config.max_len, dtype=torch.float64)[:, None] * frequencies
+    cosines, sines = angles.cos(), angles.sin()
+    tables = torch.cat([cosines, cosines], 1), torch.cat([-sines, sines], 1)
+    cos, sin = (table.float()[:, None].to(device) for table in tables)
+    return cos, sin
+
+
+def _is_few(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and 0 < x.shape[0] <= FEW_TOKENS
+
+
+def linear_few(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T for x of few rows, or as usual.
+
+    With few rows a CPU spends its time on streaming the weight. `x @ weight.T` packs it first, which costs about a second pass
+    over it; `weight @ x.T` does not. The rows come in fours (`forward` sees to it): then BLAS runs the same code for every row
+    and for 4 and 8 of them, so that what is computed for one token does not depend on how many others are in the pass.
+    """
+    if _is_few(x):
+        return torch.mm(weight, x.t()).t()
+    return F.linear(x, weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Llama:
+    """A Llama as a `Model`: matrices in a mapping, keys and values in the cache that `forward` is given.
+
+    Attributes:
+        config: its shape.
+        weights: tensors by name, as `LlamaConfig.weight_shapes` lists them, all of one dtype and device. "qkv" holds the rows of
+            queries, keys and values, "gate_up" those of gate and up. A "head" [output rows, hidden_size] replaces the embedding
+            as the output matrix.
+        output_token_ids: [output rows] int32 token id that each row of "head" stands for, for a reduced output vocabulary;
+            None where rows are token ids. `vocab_size` is the number of rows either way.
+    """
+
+    config: LlamaConfig
+    weights: Mapping[str, torch.Tensor]
+    output_token_ids: torch.Tensor | None = None
+    _rotary: tuple[torch.Tensor, torch.Tensor] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, shape in self.config.weight_shapes().items():
+            if name not in self.weights:
+                refuse("weights", f"a tensor named {name!r}", "none", "pass every tensor of config.weight_shapes()", ModelError)
+            if self.weights[name].shape != shape:
+                refuse("weights", f"{shape} for {name!r}", tuple(self.weights[name].shape), "check the configuration", ModelError)
+        head, embed = self._head, self.weights["embed"]
+        if head.dim() != 2 or head.shape[1] != self.config.hidden_size:
+            refuse("weights", f"[rows, {self.config.hidden_size}] for 'head'", tuple(head.shape), "check the configuration", ModelError)
+        for name, weight in self.weights.items():
+            if weight.dtype != embed.dtype or weight.device != embed.device:
+                refuse("weights", f"{embed.dtype} on {embed.device} for {name!r}", f"{weight.dtype} on {weight.device}", "convert them all alike", ModelError)
+        if self.output_token_ids is not None and self.output_token_ids.shape != head.shape[:1]:
+            refuse("output_token_ids", f"{head.shape[0]} ids, one for each row of 'head'", tuple(self.output_token_ids.shape), "pass both or neither", ModelError)
+        object.__setattr__(self, "_rotary", _rotary_tables(self.config, embed.device))
+
+    @property
+    def _head(self) -> torch.Tensor:
+        return self.weights.get("head", self.weights["embed"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits: rows of the output matrix."""
+        return self._head.shape[0]
+
+    @property
+    def input_vocab_size(self) -> int:
+        """Number of token ids that can be fed."""
+        return self.config.vocab_size
+
+    @property
+    def max_len(self) -> int:
+        """Number of positions."""
+        return self.config.max_len
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights["embed"].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights, cache and logits."""
+        return self.weights["embed"].dtype
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """Entries "key" and "value" of shape (num_kv_heads, head_dim)."""
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        return KVSpec(self.config.num_layers, (KVEntry("key", shape, self.dtype), KVEntry("value", shape, self.dtype)))
+
+    @torch.no_grad()
+    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run a batch; see `Model.forward`.
+
+        Hidden state 0 is the embedding, hidden state i what layer i - 1 leaves, and hidden state num_layers is normalised: what
+        the output matrix is applied to.
+
+        Args:
+            kv: "key" and "value", [num_layers, num_blocks, block_size, num_kv_heads, head_dim], written in place.
+            batch: what to run.
+
+        Returns:
+            kv, logits [M, vocab_size] in the weights' dtype, and the wanted hidden states [T, hidden_size].
+
+        Raises:
+            ModelError: `hidden_layers` names a layer that is not there.
+        """
+        config, weights = self.config, self.weights
+        num_tokens = batch.input_ids.shape[0]
+        if any(not 0 <= layer <= config.num_layers for layer in batch.hidden_layers):
+            refuse("hidden_layers", f"numbers from 0 to {config.num_layers}", batch.hidden_layers, "name layers of this model", ModelError)
+        x = _in_fours(F.embedding(batch.input_ids, weights["embed"]))
+        rotary = (self._rotary[0].index_select(0, batch.positions), self._rotary[1].index_select(0, batch.positions))
+        # Attention leaves places that belong to no row as they are: they stay zero in every layer.
+        mixed = x.new_zeros((x.shape[0], config.num_heads, config.head_dim))
+        kept = {0: x}
+        for layer in range(config.num_layers):
+            x = x + self._attend(layer, x, kv, batch, rotary, mixed)
+            inner = linear_few(self._normalise(x, f"{layer}.mlp_norm"), weights[f"{layer}.gate_up"])
+            gate, up = inner.split(config.intermediate_size, 1)
+            x = x + linear_few(F.silu(gate).mul_(up), weights[f"{layer}.down"])
+            if layer + 1 in batch.hidden_layers:
+                kept[layer + 1] = x
+        if config.num_layers in batch.hidden_layers:
+            kept[config.num_layers] = self._normalise(x, "norm")
+        chosen = x[:num_tokens] if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
+        logits = linear_few(self._normalise(_in_fours(chosen), "norm"), self._head)[: chosen.shape[0]]
+        return kv, logits, tuple(kept[layer][:num_tokens] for layer in batch.hidden_layers)
+
+    def _normalise(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, (self.config.hidden_size,), self.weights[name], self.config.norm_eps)
+
+    def _attend(
+        self, layer: int, x: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: tuple[torch.Tensor, torch.Tensor], mixed: torch.Tensor
+    ) -> torch.Tensor:
+        """Self-attention of one layer: what it adds to x. `mixed` is scratch."""
+        config = self.config
+        num_tokens = batch.input_ids.shape[0]
+        heads, kv_heads, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
+        qkv = linear_few(self._normalise(x, f"{layer}.attention_norm"), self.weights[f"{layer}.qkv"])
+        qkv = qkv[:num_tokens].unflatten(1, (heads + 2 * kv_heads, config.head_dim))
+        turned = qkv[:, : heads + kv_heads]
+        turned = (turned * rotary[0] + turned.roll(half, 2) * rotary[1]).to(x.dtype)
+        key, value = kv["key"][layer], kv["value"][layer]
+        write_kv_(
+            out_key_cache=key,
+            out_value_cache=value,
+            key=turned[:, heads:],
+            value=qkv[:, heads + kv_heads :],
+            slot_mapping=batch.slot_mapping,
+        )
+        paged_attention_(
+            out=mixed[:num_tokens],
+            query=turned[:, :heads],
+            key_cache=key,
+            value_cache=value,
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            positions=batch.positions,
+            scale=config.head_dim**-0.5,
+            max_query_len=batch.max_query_len,
+        )
+        return linear_few(mixed.flatten(1), self.weights[f"{layer}.attention_output"])
+
+    @classmethod
+    def from_gguf(cls, path: str | os.PathLike[str] | GGUF, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "Llama":
+        """Load a Llama from a GGUF file.
+
+        Args:
+            path: the file, or one opened with `read_gguf`.
+            dtype: of weights, cache and logits.
+            device: where to put the weights.
+
+        Raises:
+            ModelError: another architecture, scaled rotary embeddings, or tensors that this model has no use for.
+        """
+        gguf = path if isinstance(path, GGUF) else read_gguf(path)
+        config = _gguf_config(gguf)
+        return cls(config, _gguf_weights(gguf, config, dtype, device))
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        path: str | os.PathLike[str],
+        config: LlamaConfig,
+        embed: torch.Tensor | None = None,
+        output_token_ids: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> "Llama":
+        """Load weights named as in `LlamaConfig.weight_shapes`. Needs the `safetensors` package.
+
+        Args:
+            path: the file. It may leave out "embed", and have "q", "k", "v", "gate" and "up" apart.
+            config: shape of the model.
+            embed: embedding to share with another model, of the wanted dtype and device; used as it is, without a copy.
+            output_token_ids: [rows] ids to which the output is reduced; their rows of the embedding become the output matrix,
+                unless the file has a "head".
+            dtype: of weights, cache and logits.
+            device: where to put the weights.
+
+        Raises:
+            ModelError: missing or misshapen weights.
+        """
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+        if embed is not None:
+            found["embed"] = embed
+        weights: dict[str, torch.Tensor] = {}
+        for name in config.weight_shapes():
+            prefix, _, part = name.rpartition(".")
+            pieces = [name] if name in found else [f"{prefix}.{piece}" for piece in _PIECES.get(part, (part,))]
+            if any(piece not in found for piece in pieces):
+                refuse("path", f"tensors {pieces}", f"{len(found)} others", "check the file, or pass embed", ModelError)
+            tensor = found[pieces[0]] if len(pieces) == 1 else torch.cat([found[piece] for piece in pieces])
+            weights[name] = tensor.to(device=device, dtype=dtype)
+        if "head" in found:
+            weights["head"] = found["head"].to(device=device, dtype=dtype)
+        elif output_token_ids is not None:
+            weights["head"] = weights["embed"].index_select(0, output_token_ids.to(device))
+        return cls(config, weights, None if output_token_ids is None else output_token_ids.to(device=device, dtype=torch.int32))
+
+
+def _in_fours(x: torch.Tensor) -> torch.Tensor:
+    """Add zero rows up to a multiple of four where `linear_few` wants it."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % 4)) if _is_few(x) and x.shape[0] % 4 else x
+
+
+_PIECES: Mapping[str, tuple[str, ...]] = {
+    "attention_norm": ("ln1",),
+    "mlp_norm": ("ln2",),
+    "attention_output": ("o",),
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+}
+_GGUF_PIECES: Mapping[str, tuple[str, ...]] = {
+    "attention_norm": ("attn_norm",),
+    "mlp_norm": ("ffn_norm",),
+    "attention_output": ("attn_output",),
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "down": ("ffn_down",),
+}
+
+
+def _gguf_config(gguf: GGUF) -> LlamaConfig:
+    meta = gguf.metadata
+    if meta.get("general.architecture") != "llama":
+        refuse("path", "the architecture 'llama'", repr(meta.get("general.architecture")), "use another loader", ModelError)
+    if meta.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in gguf.tensors:
+        refuse("path", "plain rotary embeddings", "scaled ones", "use funcspec.models.huggingface", ModelError)
+    heads, width = int(meta["llama.attention.head_count"]), int(meta["llama.embedding_length"])
+    head_dim = int(meta.get("llama.attention.key_length", width // heads))
+    if int(meta.get("llama.rope.dimension_count", head_dim)) != head_dim:
+        refuse("path", "rotary embeddings over whole heads", meta["llama.rope.dimension_count"], "use funcspec.models.huggingface", ModelError)
+    return LlamaConfig(
+        vocab_size=gguf.tensors["token_embd.weight"].shape[0],
+        num_layers=int(meta["llama.block_count"]),
+        hidden_size=width,
+        intermediate_size=int(meta["llama.feed_forward_length"]),
+        num_heads=heads,
+        num_kv_heads=int(meta.get("llama.attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        max_len=int(meta["llama.context_length"]),
+        rope_theta=float(meta.get("llama.rope.freq_base", 10000.0)),
+        norm_eps=float(meta["llama.attention.layer_norm_rms_epsilon"]),
+    )
+
+
+def _gguf_weights(gguf: GGUF, config: LlamaConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Read tensors one by one into their final place, so that little more than the weights themselves is ever held."""
+    sources = {"embed": ["token_embd.weight"], "norm": ["output_norm.weight"]}
+    for name in config.weight_shapes():
+        layer, _, part = name.rpartition(".")
+        if layer:
+            sources[name] = [f"blk.{layer}.{piece}.weight" for piece in _GGUF_PIECES[part]]
+    shapes = config.weight_shapes()
+    if "output.weight" in gguf.tensors:
+        sources["head"], shapes["head"] = ["output.weight"], shapes["embed"]
+    unused = set(gguf.tensors) - {source for names in sources.values() for source in names}
+    if unused:
+        refuse("path", "the tensors of a plain Llama", f"also {sorted(unused)[:3]}", "use funcspec.models.huggingface", ModelError)
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    weights = {}
+    for name, pieces in sources.items():
+        # A fresh buffer, not a view of NumPy's: torch aligns to 64 bytes, which wide loads like.
+        weights[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+        start = 0
+        for piece in pieces:
+            array = torch.from_numpy(gguf.array(piece))
+            count = heads.get(piece.split(".")[-2])
+            if count:  # GGUF interleaves the two rotary halves of each head
+                array = array.unflatten(0, (count, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+            weights[name][start : start + array.shape[0]].copy_(array)
+            start += array.shape[0]
+    return weights
+
+
+def random_llama(config: LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Llama:
+    """A Llama with random weights, for tests: the same for the same seed.
+
+    Args:
+        config: shape.
+        seed: of the weights.
+        dtype: of weights, cache and logits.
+        device: where to put the weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in config.weight_shapes().items():
+        values = torch.randn(shape, generator=generator)
+        weight = 1 + 0.1 * values if len(shape) == 1 else values if name == "embed" else values * shape[1] ** -0.5
+        weights[name] = weight.to(device=device, dtype=dtype)
+    return Llama(config, weights)
