@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from funcspec import rules
-from funcspec.admission import DEFAULT_CHUNK, admit_requests, ingest, init, validate
+from funcspec.admission import DEFAULT_CHUNK, admit_requests, ingest, init
 from funcspec.config import SpecConfig
 from funcspec.drafters import standalone
 from funcspec.drafters.base import Drafter
@@ -26,6 +26,7 @@ from funcspec.models import smollm2
 from funcspec.models.base import Model
 from funcspec.noise import TARGET, gumbel, noise_words
 from funcspec.pool import Pool
+from funcspec.requests import validate
 from funcspec.state import any_active
 from funcspec.steps import decode, prefill, verify
 
@@ -204,7 +205,9 @@ def report(job: Job, run: Run, found: Statistics, comparison: Comparison | None)
             lines.append("identical to one-token plain decoding: yes")
         else:
             prompt, place = comparison.first_difference
-            lines.append(f"differs from one-token plain decoding at prompt {prompt}, token {place}: margin {comparison.margin:.2g} (a near-tie)")
+            lines.append(
+                f"differs from one-token plain decoding at prompt {prompt}, token {place}: margin {comparison.margin:.2g} (a near-tie)"
+            )
     return "\n".join(lines)
 
 
@@ -277,7 +280,7 @@ def generate_command(options: argparse.Namespace) -> int:
         [options.seed + index for index in range(len(prompts))],
         options.temperature,
         options.max_tokens,
-        smollm2.END_TOKEN_IDS,
+        smollm2.END_TOKENS,
         rule,
         options.num_speculative_tokens,
     )

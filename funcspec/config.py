@@ -57,7 +57,14 @@ class SpecConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        least = {"max_num_reqs": 1, "max_model_len": 2, "num_speculative_tokens": 0, "block_size": 1, "num_blocks": 1, "max_num_stop_ids": 0}
+        least = {
+            "max_num_reqs": 1,
+            "max_model_len": 2,
+            "num_speculative_tokens": 0,
+            "block_size": 1,
+            "num_blocks": 1,
+            "max_num_stop_ids": 0,
+        }
         for name, low in least.items():
             value = getattr(self, name)
             if name == "num_blocks" and value is None:

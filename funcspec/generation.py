@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from funcspec.admission import Request, admit_requests, init, release, validate
+from funcspec.admission import admit_requests, init, release
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels.acceptance import BONUS
 from funcspec.models.base import Model
+from funcspec.requests import Request, validate
 from funcspec.state import SpecState
 from funcspec.steps import Verdict, step_round
 
@@ -114,7 +115,14 @@ def emissions(verdict: Verdict, rows: dict[int, int], rounds: list[int]) -> list
         rounds[index] += 1
         run = slice(emitted[row])
         emission = Emission(
-            index, tuple(tokens[row][run]), tuple(origin[row][run]), drafted[row], accepted[row], reasons[row], bool(bad[row]), rounds[index]
+            index,
+            tuple(tokens[row][run]),
+            tuple(origin[row][run]),
+            drafted[row],
+            accepted[row],
+            reasons[row],
+            bool(bad[row]),
+            rounds[index],
         )
         found.append((row, emission))
     return found

@@ -23,7 +23,6 @@ import torch
 from funcspec.errors import PoolExhaustedError, StateError
 from funcspec.models.base import KVSpec
 
-
 STRANGER = -1
 """Version of a branch holder that is never the tip."""
 
@@ -171,7 +170,10 @@ class Branch:
         """
         if self.is_tip:
             return self, None
-        kept = [0 if row is None else min(first // self.pool.block_size, len(row.ids)) for row, first in zip(self.rows, first_positions, strict=True)]
+        kept = [
+            0 if row is None else min(first // self.pool.block_size, len(row.ids))
+            for row, first in zip(self.rows, first_positions, strict=True)
+        ]
         fresh = self.pool.reserve([0 if row is None else len(row.ids) - keep for row, keep in zip(self.rows, kept, strict=True)])
         copies = BlockCopies([], [], [], [])
         rows: list[RowBlocks | None] = []

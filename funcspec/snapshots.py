@@ -139,14 +139,24 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     known = snapshot.fields["num_tokens"].tolist()
     partners = {role: cache.partner for role, cache in snapshot.caches.items()}
     lease = Lease(
-        buffers, name_step("restore"), branches["target"], branches.get("draft"), partners, known, snapshot.phase, None, snapshot.draft_steps
+        buffers,
+        name_step("restore"),
+        branches["target"],
+        branches.get("draft"),
+        partners,
+        known,
+        snapshot.phase,
+        None,
+        snapshot.draft_steps,
     )
     return SpecState(config, lease)
 
 
 def _copy_cache(branch: Branch, partner: Partner, lengths: list[int], kv: bool) -> _Cache:
     held = tuple(None if row is None else len(row.ids) for row in branch.rows)
-    lengths = [0 if row is None else min(length, len(row.ids) * branch.pool.block_size) for row, length in zip(branch.rows, lengths, strict=True)]
+    lengths = [
+        0 if row is None else min(length, len(row.ids) * branch.pool.block_size) for row, length in zip(branch.rows, lengths, strict=True)
+    ]
     rows = tuple(_read_row(branch.pool, row, length) for row, length in zip(branch.rows, lengths, strict=True)) if kv else None
     return _Cache(branch.pool.kv_spec, partner, tuple(lengths), held, rows)
 

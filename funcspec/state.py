@@ -326,7 +326,13 @@ def name_step(step: str) -> str:
 def check_state(state: object, use: str) -> SpecState:
     """Refuse anything but a live state."""
     if not isinstance(state, SpecState):
-        refuse("state", "a SpecState", type(state).__name__, "pass the state that the last step returned, not the (state, info) pair", ArgumentTypeError)
+        refuse(
+            "state",
+            "a SpecState",
+            type(state).__name__,
+            "pass the state that the last step returned, not the (state, info) pair",
+            ArgumentTypeError,
+        )
     state.lease.check(use)
     return state
 
@@ -356,7 +362,17 @@ def fork(state: SpecState, *, seeds: Sequence[int] | None = None) -> SpecState:
     buffers = lease.buffers.packed()
     if words is not None:
         buffers.seed.copy_(words)
-    new = Lease(buffers, name_step("fork"), lease.target, lease.draft, lease.models, lease.known_num_tokens, lease.phase, lease.stamp, lease.draft_steps)
+    new = Lease(
+        buffers,
+        name_step("fork"),
+        lease.target,
+        lease.draft,
+        lease.models,
+        lease.known_num_tokens,
+        lease.phase,
+        lease.stamp,
+        lease.draft_steps,
+    )
     return SpecState(state.config, new)
 
 

@@ -183,7 +183,12 @@ def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[S
     config = state.config
     shape = (config.max_num_reqs, config.num_speculative_tokens + 1, state.lease.models["target"].vocab_size)
     if tuple(scores.logits.shape) != shape or not scores.logits.is_floating_point():
-        refuse("scores.logits", f"float logits {list(shape)}", f"{list(scores.logits.shape)} {scores.logits.dtype}", "change values, not the shape")
+        refuse(
+            "scores.logits",
+            f"float logits {list(shape)}",
+            f"{list(scores.logits.shape)} {scores.logits.dtype}",
+            "change values, not the shape",
+        )
     step = Transition(state, "accept", donate=donate)
     width = shape[1]
     window, batch = step.window("target", VERIFY, width, limit=config.max_model_len, all_logits=True)
@@ -243,7 +248,9 @@ def step_round(
         raise
 
 
-def _drafting_step(state: SpecState, drafter: Drafter, name: str, num_draft: object, *, first: bool, donate: bool) -> tuple[SpecState, Draft]:
+def _drafting_step(
+    state: SpecState, drafter: Drafter, name: str, num_draft: object, *, first: bool, donate: bool
+) -> tuple[SpecState, Draft]:
     partner_model(state, None, drafter)
     step = Transition(state, name, donate=donate)
     config = step.config
@@ -259,7 +266,9 @@ def _drafting_step(state: SpecState, drafter: Drafter, name: str, num_draft: obj
 def _open_scoring(state: SpecState, target: Model, name: str, donate: bool) -> Transition:
     lease = check_state(state, name).lease
     expected = (DRAFTING,) if lease.draft is not None else (ROUND_START, DRAFTING)
-    check_phase(state, name, expected, "call prefill first (num_draft=0 drafts nothing but keeps the drafter in step), and accept after score")
+    check_phase(
+        state, name, expected, "call prefill first (num_draft=0 drafts nothing but keeps the drafter in step), and accept after score"
+    )
     check_partner("target", target, lease.models["target"], lease.target.pool)
     return Transition(state, name, donate=donate)
 

@@ -253,11 +253,20 @@ class Transition:
                 found = f"{tuple(num_draft.shape)} {num_draft.dtype}"
                 refuse("num_draft", f"an int32 tensor [{config.max_num_reqs}]", found, "give every row a number")
             return num_draft
-        counts = [most if num_draft is None else num_draft] * config.max_num_reqs if num_draft is None or isinstance(num_draft, int) else num_draft
+        counts = (
+            [most if num_draft is None else num_draft] * config.max_num_reqs
+            if num_draft is None or isinstance(num_draft, int)
+            else num_draft
+        )
         if not isinstance(counts, Sequence) or len(counts) != config.max_num_reqs:
             refuse("num_draft", f"an int or {config.max_num_reqs} ints", repr(num_draft), "give one number, or one for each row")
         if any(not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most for count in counts):
-            refuse("num_draft", f"numbers from 0 to num_speculative_tokens = {most}", repr(num_draft), "draft fewer or raise the configuration's K")
+            refuse(
+                "num_draft",
+                f"numbers from 0 to num_speculative_tokens = {most}",
+                repr(num_draft),
+                "draft fewer or raise the configuration's K",
+            )
         if len(set(counts)) > 1:
             return torch.tensor(counts, dtype=torch.int32, device=config.device)
         scratch = self.target.pool.scratch
@@ -284,7 +293,9 @@ class Transition:
     def _branch(self, role: str) -> Branch:
         branch = self.target if role == "target" else self.draft
         if branch is None:
-            raise ModelError("drafter: expected the drafter the state was made with, got one for a state without a drafter. Fix: pass it to init.")
+            raise ModelError(
+                "drafter: expected the drafter the state was made with, got one for a state without a drafter. Fix: pass it to init."
+            )
         return branch
 
     def _set_branch(self, role: str, branch: Branch) -> None:

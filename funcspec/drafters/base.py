@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything with these members can draft; no base class and no registry is needed.
-
-    Attributes:
-        proposal: "sampled" if drafts are drawn from a distribution of the drafter, "point" if they are just proposed.
-        token_ids: [V_draft] int32, draft id to target id, or None where they are the same.
-        kv_model: the model whose KV the state keeps for this drafter, or None.
-    """
+    """Anything with these members can draft; no base class and no registry is needed."""
 
     @property
-    def proposal(self) -> Literal["sampled", "point"]: ...
+    def proposal(self) -> Literal["sampled", "point"]:
+        """Whether drafts are drawn from a distribution of the drafter, or are just proposed."""
+        ...
 
     @property
-    def token_ids(self) -> torch.Tensor | None: ...
+    def token_ids(self) -> torch.Tensor | None:
+        """[V_draft] int32, draft id to target id, or None where they are the same."""
+        ...
 
     @property
-    def kv_model(self) -> Model | None: ...
+    def kv_model(self) -> Model | None:
+        """The model whose KV the state keeps for this drafter, or None."""
+        ...
 
     def init(self, config: SpecConfig, target: Model) -> None:
         """Check that the drafter fits the target and the configuration.

@@ -87,10 +87,27 @@ def standalone(model: Model, token_ids: torch.Tensor | None = None) -> Standalon
     Reference: Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
     """
     if not isinstance(model, Model):
-        refuse("model", "a Model (vocab_size, max_len, kv_spec, forward)", type(model).__name__, "wrap it with a function of funcspec.models", ArgumentTypeError)
+        refuse(
+            "model",
+            "a Model (vocab_size, max_len, kv_spec, forward)",
+            type(model).__name__,
+            "wrap it with a function of funcspec.models",
+            ArgumentTypeError,
+        )
     if token_ids is not None:
         if not isinstance(token_ids, torch.Tensor) or token_ids.dtype != torch.int32 or token_ids.dim() != 1:
-            refuse("token_ids", "a one-dimensional int32 tensor", getattr(token_ids, "dtype", type(token_ids).__name__), "convert it with .int()", ArgumentTypeError)
+            refuse(
+                "token_ids",
+                "a one-dimensional int32 tensor",
+                getattr(token_ids, "dtype", type(token_ids).__name__),
+                "convert it with .int()",
+                ArgumentTypeError,
+            )
         if token_ids.numel() != model.vocab_size or token_ids.unique().numel() != token_ids.numel():
-            refuse("token_ids", f"{model.vocab_size} distinct ids", f"{token_ids.unique().numel()} distinct of {token_ids.numel()}", "give every draft id its own target id")
+            refuse(
+                "token_ids",
+                f"{model.vocab_size} distinct ids",
+                f"{token_ids.unique().numel()} distinct of {token_ids.numel()}",
+                "give every draft id its own target id",
+            )
     return Standalone(model, token_ids)

@@ -66,7 +66,7 @@ def accept_matching_kernel(
     is_emitted = lane < emitted
     bad = tl.max(tl.where(is_emitted, tl.load(bad_ptr + at, mask=inside, other=0), 0), axis=0)
     reason = tl.where(first_stop < emitted, 1, tl.where(n + emitted >= limit, 2, 0))
-    tl.store(place, tl.where(is_emitted, chosen, -1), mask=live & (lane <= num_draft))
+    tl.store(place, tl.where(is_emitted, chosen, -1), mask=lane < tl.where(live, num_draft + 1, 0))
     tl.store(out_tokens_ptr + at, tl.where(is_emitted, chosen, -1), mask=inside)
     tl.store(out_origin_ptr + at, tl.where(is_emitted, tl.where(lane < kept, 0, final), -1), mask=inside)
     tl.store(out_num_accepted_ptr + row, tl.minimum(kept, emitted))

@@ -45,7 +45,7 @@ def append_drafts_kernel(
     appended = (made < planned) & (token >= 0)
     place = tokens_ptr + row.to(tl.int64) * tokens_stride + n
     drafts = tl.load(place + lane, mask=lane < made, other=-1)
-    drafts = tl.where((lane == made) & appended, token, drafts)
+    drafts = tl.where(lane == tl.where(appended, made, LANES), token, drafts)
     tl.store(out_tokens_ptr + row.to(tl.int64) * MAX_DRAFT + lane, drafts, mask=lane < MAX_DRAFT)
     tl.store(place + made, token, mask=appended)
     tl.store(num_drafted_ptr + row, made + appended.to(tl.int32))

@@ -73,8 +73,16 @@ class Op:
             refuse("backend", f"a backend of {self.name}_ for {device} tensors", repr(backend), "use 'reference', 'triton' or None")
 
     def _import(self, name: str, value: Any) -> torch.Tensor:
-        if name in self.writes and (type(value).__module__.startswith("jax") or isinstance(value, np.ndarray) and not value.flags.writeable):
-            refuse(name, "a buffer that may be written in place", type(value).__name__, f"pass a torch tensor or a writable numpy array to {self.name}_", ArgumentTypeError)
+        if name in self.writes and (
+            type(value).__module__.startswith("jax") or (isinstance(value, np.ndarray) and not value.flags.writeable)
+        ):
+            refuse(
+                name,
+                "a buffer that may be written in place",
+                type(value).__name__,
+                f"pass a torch tensor or a writable numpy array to {self.name}_",
+                ArgumentTypeError,
+            )
         return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.flags.writeable else torch.from_dlpack(value)
 
 
@@ -103,7 +111,9 @@ def _host_views(arguments: dict[str, Any]) -> dict[str, Any] | None:
 def _launching(device: str | None) -> Iterator[None]:
     """Guard a Triton launch: refuse where it cannot run, serialise interpreted ones."""
     if not HAS_TRITON:
-        raise BackendError("backend: expected Triton to be installed, got no triton package. Fix: install triton, or use backend='reference'.")
+        raise BackendError(
+            "backend: expected Triton to be installed, got no triton package. Fix: install triton, or use backend='reference'."
+        )
     if INTERPRETED:
         with INTERPRETER_LOCK:
             yield

@@ -94,7 +94,7 @@ def prepare_prefill_inputs_kernel(
             tl.store(out_input_ids_ptr + place, tl.where(j == kept, correction, token), mask=inside)
             tl.store(out_positions_ptr + place, tl.minimum(position, cap), mask=inside)
             if FREEZE:
-                tl.store(out_is_live_ptr + place, (j <= kept) & (position >= 0) & (position < max_model_len), mask=inside)
+                tl.store(out_is_live_ptr + place, ((j <= kept) & (position >= 0) & (position < max_model_len)).to(tl.int32), mask=inside)
             begin += LANES
     else:
         _clear_rows(row, first, out_last_token_indices_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, max_num_reqs, LANES)

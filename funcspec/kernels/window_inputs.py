@@ -221,8 +221,18 @@ def window_inputs_host_(
     """Do what `window_inputs_` does on NumPy views."""
     rows = tokens.shape[0]
     places = rows * width
-    if kind not in (FEED, DRAFTED, VERIFY) or num_tokens.shape[0] != rows or out_input_ids.shape[0] < places or out_input_ids.dtype != np.int32:
-        refuse("out_input_ids", f"int32, at least {rows} * {width} places", f"{out_input_ids.dtype} {out_input_ids.shape}", "make the output longer")
+    if (
+        kind not in (FEED, DRAFTED, VERIFY)
+        or num_tokens.shape[0] != rows
+        or out_input_ids.shape[0] < places
+        or out_input_ids.dtype != np.int32
+    ):
+        refuse(
+            "out_input_ids",
+            f"int32, at least {rows} * {width} places",
+            f"{out_input_ids.dtype} {out_input_ids.shape}",
+            "make the output longer",
+        )
     if kind == FEED:
         start, stop = fed_len, num_tokens
     elif kind == DRAFTED:

@@ -43,7 +43,9 @@ class FunctionModel:
         else:
             logits = torch.as_tensor(self.function(prefix))
         if tuple(logits.shape) != (self.vocab_size,):
-            raise ModelError(f"function: expected logits [{self.vocab_size}], got {list(logits.shape)}. Fix: return one logit for each token id.")
+            raise ModelError(
+                f"function: expected logits [{self.vocab_size}], got {list(logits.shape)}. Fix: return one logit for each token id."
+            )
         return logits.float()
 
 

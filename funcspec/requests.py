@@ -1,0 +1,110 @@
+"""Prompts and their settings, validated: what a caller passes becomes `Request` values or a clear error."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from funcspec.config import MIN_TEMPERATURE, SpecConfig
+from funcspec.errors import ArgumentTypeError, CapacityError, refuse
+from funcspec.models.base import Model
+from funcspec.noise import split_seed
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its validated settings: what `validate` makes and `admit_requests` takes."""
+
+    prompt: list[int]
+    seed: tuple[int, int]
+    temperature: float
+    row_limit: int
+    stop_ids: list[int]
+
+
+def _each(argument: str, value: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
+    """One value for every prompt, from one value or a sequence."""
+    values = [value] * count if isinstance(value, kinds) or value is None else list(value) if isinstance(value, Sequence) else None
+    if values is None or len(values) != count:
+        refuse(argument, f"one value or {count}, one a prompt", repr(value), "match the number of prompts")
+    return values
+
+
+def validate(
+    config: SpecConfig,
+    target: Model,
+    prompts: Any,
+    seeds: Any,
+    temperature: Any,
+    max_tokens: Any,
+    stop_ids: Any,
+) -> list[Request]:
+    """Check prompts and settings as `admit` takes them; refuses the first thing that is out of range."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or not prompts:
+        refuse("prompts", "a non-empty sequence of token id sequences", repr(prompts)[:60], "tokenise first and pass a list of prompts")
+    count = len(prompts)
+    if seeds is not None and (isinstance(seeds, int) or len(seeds) != count):
+        refuse("seeds", f"{count} seeds, one a prompt", repr(seeds), "give every prompt a seed, or None for fresh ones")
+    seeds = [secrets.randbits(64) for _ in range(count)] if seeds is None else seeds
+    temperatures = _each("temperature", temperature, count, (int, float))
+    limits = _each("max_tokens", max_tokens, count, (int,))
+    shared = not stop_ids or isinstance(stop_ids[0], int)
+    stops = [list(stop_ids)] * count if shared else _each("stop_ids", stop_ids, count, ())
+    return [
+        Request(
+            _check_prompt(index, prompts[index], config, target.vocab_size),
+            split_seed(seeds[index]),
+            _check_temperature(temperatures[index], config),
+            _row_limit(limits[index], len(prompts[index]), config),
+            _check_ids("stop_ids", stops[index], target.vocab_size, config.max_num_stop_ids),
+        )
+        for index in range(count)
+    ]
+
+
+def _check_prompt(index: int, prompt: Any, config: SpecConfig, vocab_size: int) -> list[int]:
+    name = f"prompts[{index}]"
+    if isinstance(prompt, int | str | bytes) or not (isinstance(prompt, Sequence) or hasattr(prompt, "tolist")):
+        refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a list of prompts, each a list of ints", ArgumentTypeError)
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not ids:
+        refuse(name, "at least one token id", "an empty prompt", "start with the model's first token")
+    if len(ids) >= config.max_model_len:
+        refuse(
+            name,
+            f"at most max_model_len - 1 = {config.max_model_len - 1} ids",
+            len(ids),
+            "shorten it or raise max_model_len",
+            CapacityError,
+        )
+    return _check_ids(name, ids, vocab_size, len(ids))
+
+
+def _check_ids(argument: str, ids: Sequence[Any], vocab_size: int, most: int) -> list[int]:
+    if len(ids) > most:
+        refuse(argument, f"at most max_num_stop_ids = {most} ids", len(ids), "raise SpecConfig.max_num_stop_ids", CapacityError)
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            refuse(argument, "int token ids", f"{token!r} ({type(token).__name__})", "convert ids to Python ints", ArgumentTypeError)
+        if not 0 <= token < vocab_size:
+            refuse(argument, f"ids from 0 to {vocab_size - 1}", token, "use the target's tokenizer")
+    return list(ids)
+
+
+def _check_temperature(value: Any, config: SpecConfig) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse("temperature", "a number", f"{value!r} ({type(value).__name__})", "use 0 for greedy", ArgumentTypeError)
+    if not math.isfinite(value) or value < 0 or 0 < value < MIN_TEMPERATURE:
+        refuse("temperature", f"0 (greedy) or a finite number of at least {MIN_TEMPERATURE}", value, "use 0 for greedy")
+    if value > 0 and not config.rule.samples:
+        refuse("temperature", f"0 under {config.rule!r}", value, "use rules.coupled to sample")
+    return float(value)
+
+
+def _row_limit(max_tokens: Any, prompt_len: int, config: SpecConfig) -> int:
+    if max_tokens is None:
+        return config.max_model_len
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        refuse("max_tokens", "a positive int or None", repr(max_tokens), "ask for at least one token")
+    return min(config.max_model_len, prompt_len + max_tokens)
