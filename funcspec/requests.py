@@ -67,7 +67,7 @@ def _check_prompt(index: int, prompt: Any, config: SpecConfig, vocab_size: int) 
     name = f"prompts[{index}]"
     if isinstance(prompt, int | str | bytes) or not (isinstance(prompt, Sequence) or hasattr(prompt, "tolist")):
         refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a list of prompts, each a list of ints", ArgumentTypeError)
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    ids = list(prompt) if isinstance(prompt, Sequence) else prompt.tolist()
     if not ids:
         refuse(name, "at least one token id", "an empty prompt", "start with the model's first token")
     if len(ids) >= config.max_model_len:

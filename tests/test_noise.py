@@ -82,7 +82,7 @@ def test_philox_gives_the_published_vectors(counter: tuple[int, ...], key: tuple
 
 
 def test_gumbel_of_edge_words_is_pinned() -> None:
-    """Pins of NOISE_VERSION 1, checked against an independent prototype and float64."""
+    """Pins of NOISE_VERSION 1, checked against an independent implementation and float64."""
     pinned = {
         "00000000": "41b17218",
         "00000001": "41b17218",

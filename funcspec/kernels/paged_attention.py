@@ -22,6 +22,9 @@ QUERY_TILE = 64
 
 OFFSETS = torch.arange(KEY_TILE)
 
+LOG2_E = 1.4426950408889634
+"""Scores are in units of log 2: torch's exp2 is twice as fast as its exp, and many times as fast where it underflows."""
+
 FAR = 1e38
 """Taken from the scores of hidden keys: finite, so that a query that has seen nothing yet never meets inf - inf."""
 
@@ -228,8 +231,9 @@ def _gather(cache: torch.Tensor, blocks: list[int], offset: int, count: int) -> 
     if count == KEY_TILE:
         return found.float()
     # What lies behind the row's keys may be anything, NaN included: it is not read, zeros stand in.
-    tile = torch.zeros((KEY_TILE, *found.shape[1:]))
+    tile = torch.empty((KEY_TILE, *found.shape[1:]))
     tile[:count] = found
+    tile[count:] = 0
     return tile
 
 
@@ -286,14 +290,13 @@ def _attend(
         visible, bias = _visible(row_seen, start)
         if -1 in blocks:
             visible, bias = _without_holes(visible, blocks, offset, block_size)
-        score = torch.baddbmm(bias, folded, keys.permute(1, 2, 0), alpha=scale)
+        score = torch.baddbmm(bias, folded, keys.permute(1, 2, 0), alpha=scale * LOG2_E)
         highest = score.amax(2, keepdim=True)
         newest = torch.maximum(best, highest) if start else highest
-        # exp is many times slower where it underflows: it is kept from that, and hidden keys are cleared afterwards.
-        weight = score.sub_(newest).clamp_(min=-87).exp_().mul_(visible)
+        weight = score.sub_(newest).exp2_().mul_(visible)
         tile_total, tile_mixed = weight.sum(2, keepdim=True), torch.bmm(weight, values.transpose(0, 1))
         if start:
-            shrink = best.sub_(newest).exp_()
+            shrink = best.sub_(newest).exp2_()
             total, mixed = total.mul_(shrink).add_(tile_total), mixed.mul_(shrink).add_(tile_mixed)
         else:
             total, mixed = tile_total, tile_mixed

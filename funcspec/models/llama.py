@@ -88,7 +88,7 @@ def linear_few(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     and for 4 and 8 of them, so that what is computed for one token does not depend on how many others are in the pass.
     """
     if _is_few(x):
-        return torch.mm(weight, x.t()).t()
+        return torch.mm(weight, x.contiguous().t()).t()  # from another layout it takes two to four times as long
     return F.linear(x, weight)
 
 
@@ -197,7 +197,7 @@ class Llama:
         if config.num_layers in batch.hidden_layers:
             kept[config.num_layers] = self._normalise(x, "norm")
         chosen = x[:num_tokens] if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
-        logits = linear_few(self._normalise(_in_fours(chosen), "norm"), self._head)[: chosen.shape[0]]
+        logits = linear_few(self._normalise(_in_fours(chosen), "norm"), self._head)[: chosen.shape[0]].contiguous()
         return kv, logits, tuple(kept[layer][:num_tokens] for layer in batch.hidden_layers)
 
     def _normalise(self, x: torch.Tensor, name: str) -> torch.Tensor:
