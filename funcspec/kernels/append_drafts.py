@@ -143,23 +143,28 @@ def append_drafts_host_(
     draft_limit: int,
     out_tokens: np.ndarray,
 ) -> None:
-    """Do what `append_drafts_` does on NumPy views."""
+    """Do what `append_drafts_` does on NumPy views, one row after another."""
     rows, width = out_tokens.shape
     if chosen.shape[0] < rows or tokens.shape[0] != rows or wanted.shape != (rows,):
         refuse("chosen", f"one token for each of {tokens.shape[0]} rows", chosen.shape, "pass arrays of one batch")
-    if first:
-        live = is_live != 0
-        room = np.minimum(row_limit - 1, draft_limit + 1) - num_tokens
-        np.copyto(num_draft, np.minimum(np.maximum(np.minimum(wanted, room), 0), width) * live)
-        np.copyto(draft_len, np.minimum(num_tokens, draft_limit), where=live)
-        num_drafted.fill(0)
-    for row in ((num_drafted < num_draft) & (chosen[:rows] >= 0)).nonzero()[0]:
-        tokens[row, num_tokens[row] + num_drafted[row]] = chosen[row]
-        num_drafted[row] += 1
     out_tokens.fill(NO_TOKEN)
-    for row in num_drafted.nonzero()[0]:
-        made, n = num_drafted[row], num_tokens[row]
-        out_tokens[row, :made] = tokens[row, n : n + made]
+    counts, limits, live, asked, drawn = num_tokens.tolist(), row_limit.tolist(), is_live.tolist(), wanted.tolist(), chosen.tolist()
+    for row in range(rows):
+        n = counts[row]
+        if first:
+            room = min(asked[row], limits[row] - n - 1, draft_limit - n + 1, width)
+            planned, made = max(room, 0) if live[row] else 0, 0
+            num_draft[row] = planned
+            if live[row]:
+                draft_len[row] = min(n, draft_limit)
+        else:
+            planned, made = int(num_draft[row]), int(num_drafted[row])
+        if made < planned and drawn[row] >= 0:
+            tokens[row, n + made] = drawn[row]
+            made += 1
+        num_drafted[row] = made
+        if made:
+            out_tokens[row, :made] = tokens[row, n : n + made]
 
 
 append_drafts_ = Op(

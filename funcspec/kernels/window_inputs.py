@@ -11,8 +11,6 @@ fewer drafts and of idle rows) hold id 0, position 0, slot -1 and row -1, so the
 Positions, lengths and slots are computed afresh from the committed length each time; nothing derived is kept.
 """
 
-import functools
-
 import numpy as np
 import torch
 
@@ -218,50 +216,37 @@ def window_inputs_host_(
     out_seq_lens: np.ndarray,
     out_last_token_indices: np.ndarray,
 ) -> None:
-    """Do what `window_inputs_` does on NumPy views."""
-    rows = tokens.shape[0]
-    places = rows * width
-    if (
-        kind not in (FEED, DRAFTED, VERIFY)
-        or num_tokens.shape[0] != rows
-        or out_input_ids.shape[0] < places
-        or out_input_ids.dtype != np.int32
-    ):
-        refuse(
-            "out_input_ids",
-            f"int32, at least {rows} * {width} places",
-            f"{out_input_ids.dtype} {out_input_ids.shape}",
-            "make the output longer",
-        )
-    if kind == FEED:
-        start, stop = fed_len, num_tokens
-    elif kind == DRAFTED:
-        start, stop = num_tokens + num_drafted - 1, (num_tokens + num_drafted) * (num_drafted < num_draft)
-    else:
-        start, stop = num_tokens - 1, num_tokens + np.minimum(num_draft, num_drafted)
-    row, lane = _grid(rows, width)
-    stop = np.minimum(stop, limit) * (is_live != 0)
-    position = start[:, None] + lane
-    live = (position < stop[:, None]) & (position >= 0)
-    position *= live
-    token = tokens[row, position]
-    live &= token >= 0
-    column, offset = np.divmod(position, block_size)
-    inside = column < block_tables.shape[1]
-    block = block_tables[row, column * inside]
-    count = live.sum(1, dtype=np.int32)
-    out_input_ids[:places] = (token * live).ravel()
-    out_positions[:places] = (position * live).ravel()
-    out_slot_mapping[:places] = np.where(live & inside & (block >= 0), block * block_size + offset, PAD_SLOT).ravel()
-    out_token_rows[:places] = np.where(live, row, NO_ROW).ravel()
-    out_seq_lens[:rows] = (start + count) * (count > 0)
-    out_last_token_indices[:rows] = row[:, 0] * width + np.maximum(count - 1, 0)
-
-
-@functools.cache
-def _grid(rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers [R, 1] and lanes [W] as int32."""
-    return np.arange(rows, dtype=np.int32)[:, None], np.arange(width, dtype=np.int32)
+    """Do what `window_inputs_` does on NumPy views, one row after another."""
+    rows, places = tokens.shape[0], tokens.shape[0] * width
+    if kind not in (FEED, DRAFTED, VERIFY) or num_tokens.shape[0] != rows or out_input_ids.shape[0] < places or out_input_ids.dtype != np.int32:
+        refuse("out_input_ids", f"int32, at least {rows} * {width} places", f"{out_input_ids.dtype} {out_input_ids.shape}", "make the output longer")
+    for out, fill in ((out_input_ids, 0), (out_positions, 0), (out_slot_mapping, PAD_SLOT), (out_token_rows, NO_ROW)):
+        out[:places] = fill
+    counts, planned, made = num_tokens.tolist(), num_draft.tolist(), num_drafted.tolist()
+    fed, live = fed_len.tolist(), is_live.tolist()
+    owned = block_tables.shape[1]
+    for row in range(rows):
+        n, first = counts[row], row * width
+        if kind == FEED:
+            start, stop = fed[row], n
+        elif kind == DRAFTED:
+            start, stop = n + made[row] - 1, n + made[row] if made[row] < planned[row] else 0
+        else:
+            start, stop = n - 1, n + min(planned[row], made[row])
+        stop = min(stop, limit, start + width) if live[row] else 0
+        window = tokens[row, max(start, 0) : stop].tolist()
+        # A place counts if it is a position of the row and holds a token; after the round's last token there are none.
+        real = [lane for lane in range(stop - start) if start + lane >= 0 and window[start + lane - max(start, 0)] >= 0]
+        for lane in real:
+            position, at = start + lane, first + lane
+            column = position // block_size
+            block = int(block_tables[row, column]) if column < owned else -1
+            out_input_ids[at] = window[position - max(start, 0)]
+            out_positions[at] = position
+            out_slot_mapping[at] = block * block_size + position % block_size if block >= 0 else PAD_SLOT
+            out_token_rows[at] = row
+        out_seq_lens[row] = start + len(real) if real else 0
+        out_last_token_indices[row] = first + max(len(real) - 1, 0)
 
 
 window_inputs_ = Op(
