@@ -20,7 +20,8 @@ from funcspec.kernels.kv_cache import write_kv_
 from funcspec.kernels.paged_attention import paged_attention_
 from funcspec.models import smollm2
 from funcspec.models.base import ForwardBatch
-from funcspec.models.llama import Llama, linear_few
+from funcspec.models.llama import Llama
+from funcspec.models.products import ROWS, product
 
 BLOCK_SIZE = 16
 
@@ -61,10 +62,12 @@ def matrices(model: Llama) -> list[torch.Tensor]:
 def products(model: Llama, num_tokens: int, one_row: bool = False) -> Callable[[], object]:
     """The products of one pass and nothing else."""
     weights = matrices(model)
-    rows = num_tokens if one_row else num_tokens + -num_tokens % 4
+    rows = num_tokens if one_row else max(num_tokens, ROWS)
     inputs = {width: torch.randn(rows, width) for width in {weight.shape[1] for weight in weights}}
-    product = F.linear if one_row else linear_few
-    return lambda: [product(inputs[weight.shape[1]], weight) for weight in weights]
+    if one_row:
+        return lambda: [F.linear(inputs[weight.shape[1]], weight) for weight in weights]
+    prepared = [product(weight) for weight in weights]
+    return lambda: [multiply(inputs[multiply.weight.shape[1]]) for multiply in prepared]
 
 
 def attention(model: Llama, kv: dict[str, torch.Tensor], batch: ForwardBatch) -> Callable[[], object]:

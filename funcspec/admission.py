@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -126,7 +126,8 @@ def admit(
         CapacityError: no free row, a prompt or a stop list too long.
         PoolExhaustedError: too few blocks. In all cases nothing was written and the state stays usable.
     """
-    check_state(state, "admit")
+    lease = check_state(state, "admit").lease
+    check_partner("target", target, lease.models["target"], lease.target.pool)
     requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, stop_ids)
     return admit_requests(state, target, drafter, requests, rows=rows, chunk=chunk, donate=donate)
 
@@ -219,7 +220,10 @@ def partner_model(state: SpecState, target: Model | None, drafter: Drafter | Non
 
 def check_partner(argument: str, model: Model, partner: Partner, pool: Pool) -> None:
     """Refuse a model whose sizes differ from those of the model the state was made for."""
-    found = (model.vocab_size, model.max_len, model.kv_spec)
+    try:
+        found = (model.vocab_size, model.max_len, model.kv_spec)
+    except AttributeError:
+        _refuse_model(argument, model)
     if found != (partner.vocab_size, partner.max_len, pool.kv_spec):
         raise ModelError(
             f"{argument}: expected the model the state was made for (vocabulary {partner.vocab_size}, max_len {partner.max_len}, "
@@ -248,15 +252,15 @@ def ingest(model: Model, pool: Pool, blocks: RowBlocks, tokens: Sequence[int], s
     return logits
 
 
+def _refuse_model(argument: str, model: object) -> NoReturn:
+    found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    fix = "wrap it with a function of funcspec.models"
+    refuse(argument, "a Model (vocab_size, max_len, kv_spec, forward)", found, fix, ArgumentTypeError)
+
+
 def _check_model(argument: str, model: object, config: SpecConfig) -> None:
-    if not isinstance(model, Model):
-        refuse(
-            argument,
-            "a Model (vocab_size, max_len, kv_spec, forward)",
-            type(model).__name__,
-            "wrap it with a function of funcspec.models",
-            ArgumentTypeError,
-        )
+    if not isinstance(model, Model) or isinstance(model, type):
+        _refuse_model(argument, model)
     device = getattr(model, "device", None)
     if device is not None and torch.device(device).type != torch.device(config.device).type:
         raise ModelError(

@@ -77,6 +77,9 @@ def generate(
     """
     if not isinstance(config, SpecConfig):
         refuse("config", "a SpecConfig", type(config).__name__, "make one with SpecConfig(...)", ArgumentTypeError)
+    most = config.num_speculative_tokens
+    if num_draft is not None and (not isinstance(num_draft, int) or isinstance(num_draft, bool) or not 0 <= num_draft <= most):
+        refuse("num_draft", f"None or an int from 0 to num_speculative_tokens = {most}", repr(num_draft), "draft fewer or raise K")
     state = init(config, target, drafter)
     requests = validate(config, target, prompts, seeds, temperature, max_tokens, stop_ids)
     return _loop(state, target, drafter, requests, num_draft)

@@ -127,6 +127,8 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     if not isinstance(snapshot, Snapshot):
         refuse("snapshot", "a Snapshot", type(snapshot).__name__, "pass what snapshot(state) returned", ArgumentTypeError)
     config = snapshot.config
+    if drafter is not None and not isinstance(drafter, Drafter):
+        refuse("drafter", "a drafter or None", type(drafter).__name__, "wrap a model with funcspec.drafters.standalone", ArgumentTypeError)
     models: dict[str, Model | None] = {"target": target, "draft": drafter.kv_model if drafter is not None else None}
     buffers = Buffers.filled(config)
     for name, values in snapshot.fields.items():
@@ -175,10 +177,11 @@ def _read_row(pool: Pool, row: RowBlocks | None, length: int) -> dict[str, np.nd
 
 def _fill_cache(role: str, cache: _Cache, model: Model | None, config: SpecConfig, fields: dict[str, np.ndarray]) -> Branch:
     pool = Pool(role, cache.spec, config.num_kv_blocks, config.block_size, config.device)
+    argument = "drafter" if role == "draft" else role
     if model is not None:
-        check_partner(role, model, cache.partner, pool)
+        check_partner(argument, model, cache.partner, pool)
     elif cache.rows is None:
-        raise ModelError(f"{role}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore.")
+        raise ModelError(f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore.")
     reserved = pool.reserve([count or 0 for count in cache.num_blocks])
     rows = tuple(None if count is None else blocks for count, blocks in zip(cache.num_blocks, reserved, strict=True))
     for index, (row, length) in enumerate(zip(rows, cache.lengths, strict=True)):

@@ -182,13 +182,10 @@ def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[S
         raise StaleScoresError("scores: expected the scores of this very state, got those of another. Fix: call score on this state again.")
     config = state.config
     shape = (config.max_num_reqs, config.num_speculative_tokens + 1, state.lease.models["target"].vocab_size)
-    if tuple(scores.logits.shape) != shape or not scores.logits.is_floating_point():
-        refuse(
-            "scores.logits",
-            f"float logits {list(shape)}",
-            f"{list(scores.logits.shape)} {scores.logits.dtype}",
-            "change values, not the shape",
-        )
+    logits: object = scores.logits
+    if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != shape or not logits.is_floating_point():
+        found = f"{list(logits.shape)} {logits.dtype}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+        refuse("scores.logits", f"float logits {list(shape)}, a torch tensor", found, "change values, not the shape")
     step = Transition(state, "accept", donate=donate)
     width = shape[1]
     window, batch = step.window("target", VERIFY, width, limit=config.max_model_len, all_logits=True)
@@ -252,6 +249,8 @@ def _drafting_step(
     state: SpecState, drafter: Drafter, name: str, num_draft: object, *, first: bool, donate: bool
 ) -> tuple[SpecState, Draft]:
     partner_model(state, None, drafter)
+    if not hasattr(drafter, "first"):
+        refuse("drafter", "a drafter", type(drafter).__name__, "call verify alone to decode without drafts", ArgumentTypeError)
     step = Transition(state, name, donate=donate)
     config = step.config
     step.out_drafts = torch.empty(config.max_num_reqs, config.num_speculative_tokens, dtype=torch.int32, device=config.device)

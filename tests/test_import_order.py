@@ -48,7 +48,7 @@ WITHIN: dict[str, set[str]] = {
     "kernels": {"kernels.*"},
     "snapshots": {"admission"},
     "models.functions": {"models.toy"},
-    "models.llama": {"models.gguf"},
+    "models.llama": {"models.gguf", "models.products"},
     "models.smollm2": {"models.llama", "models.gguf"},
     "models": {"models.*"},
     "drafters.base": set(),

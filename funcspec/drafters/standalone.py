@@ -86,11 +86,11 @@ def standalone(model: Model, token_ids: torch.Tensor | None = None) -> Standalon
 
     Reference: Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
     """
-    if not isinstance(model, Model):
+    if not isinstance(model, Model) or isinstance(model, type):
         refuse(
             "model",
             "a Model (vocab_size, max_len, kv_spec, forward)",
-            type(model).__name__,
+            f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__,
             "wrap it with a function of funcspec.models",
             ArgumentTypeError,
         )

@@ -18,6 +18,8 @@ ACCEPTED, RECOVERED, BONUS = 0, 1, 2
 NOT_FINISHED, STOPPED, AT_LENGTH = 0, 1, 2
 """Finish reasons of a row."""
 
+Array = torch.Tensor | np.ndarray
+
 
 @jit
 def accept_matching_kernel(
@@ -59,14 +61,16 @@ def accept_matching_kernel(
     for s in tl.static_range(NUM_STOP):
         stop = tl.load(stop_ids_ptr + row * NUM_STOP + s)
         is_stop = is_stop | ((stop >= 0) & (chosen == stop))
-    first_stop = tl.min(tl.where(is_stop & (lane <= kept), lane, WIDTH), axis=0)
-    emitted = tl.minimum(tl.minimum(kept + 1, first_stop + 1), limit - n)
+    # A run ends with its first stop, and before a place without a choice.
+    end = tl.min(tl.where(is_stop, lane + 1, tl.where(chosen < 0, lane, LANES)), axis=0)
+    emitted = tl.minimum(tl.minimum(kept + 1, end), limit - n)
     emitted = tl.where(live, tl.maximum(emitted, 0), 0)
     final = tl.where(kept < num_draft, 1, 2)
     is_emitted = lane < emitted
     bad = tl.max(tl.where(is_emitted, tl.load(bad_ptr + at, mask=inside, other=0), 0), axis=0)
-    reason = tl.where(first_stop < emitted, 1, tl.where(n + emitted >= limit, 2, 0))
-    tl.store(place, tl.where(is_emitted, chosen, -1), mask=lane < tl.where(live, num_draft + 1, 0))
+    stopped = tl.max((is_stop & is_emitted).to(tl.int32), axis=0)
+    reason = tl.where(stopped != 0, 1, tl.where(n + emitted >= limit, 2, 0))
+    tl.store(place, tl.where(is_emitted, chosen, -1), mask=is_emitted | (lane < num_draft))
     tl.store(out_tokens_ptr + at, tl.where(is_emitted, chosen, -1), mask=inside)
     tl.store(out_origin_ptr + at, tl.where(is_emitted, tl.where(lane < kept, 0, final), -1), mask=inside)
     tl.store(out_num_accepted_ptr + row, tl.minimum(kept, emitted))
@@ -81,12 +85,16 @@ def accept_matching_kernel(
     tl.store(bad_row_ptr + row, tl.maximum(tl.load(bad_row_ptr + row), bad))
 
 
-def _check(chosen: torch.Tensor, bad: torch.Tensor, out_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+def _check(chosen: Array, bad: Array, tokens: Array, out_tokens: Array, out_origin: Array) -> None:
     rows, width = out_tokens.shape
     if tokens.shape[0] != rows:
         refuse("out_tokens", f"{tokens.shape[0]} rows", rows, "allocate one row for each row of tokens")
-    if chosen.shape[0] < rows * width or bad.shape[0] < rows * width:
+    if out_origin.shape != (rows, width):
+        refuse("out_origin", f"the shape {(rows, width)} of out_tokens", tuple(out_origin.shape), "allocate both alike")
+    if chosen.shape[0] < rows * width:
         refuse("chosen", f"{rows} * {width} choices", chosen.shape[0], "choose a token at every place of the window")
+    if bad.shape[0] < rows * width:
+        refuse("bad", f"{rows} * {width} flags", bad.shape[0], "pass a flag for every choice")
 
 
 def _launch_accept_matching(
@@ -109,7 +117,7 @@ def _launch_accept_matching(
     out_num_drafted: torch.Tensor,
     out_bad_row: torch.Tensor,
 ) -> None:
-    _check(chosen, bad, out_tokens, tokens)
+    _check(chosen, bad, tokens, out_tokens, out_origin)
     rows, width = out_tokens.shape
     accept_matching_kernel[(rows,)](
         chosen,
@@ -158,21 +166,22 @@ def accept_matching_reference_(
     out_bad_row: torch.Tensor,
 ) -> None:
     """Specify `accept_matching_` in plain torch."""
-    _check(chosen, bad, out_tokens, tokens)
+    _check(chosen, bad, tokens, out_tokens, out_origin)
     rows, width = out_tokens.shape
     live = is_live != 0
     lane = torch.arange(width, device=tokens.device)
     choice = chosen[: rows * width].view(rows, width)
     drafts = torch.minimum(num_draft, num_drafted).mul_(live)[:, None]
     # Lanes past the drafts repeat lane 0, place and value, so that every scattered place has one value.
-    written = lane <= drafts
-    place = (num_tokens[:, None] + lane * written).clamp_(max=tokens.shape[1] - 1)
+    own_place = lane <= drafts
+    place = (num_tokens[:, None] + lane * own_place).clamp_(max=tokens.shape[1] - 1)
     row_tokens = tokens.gather(1, place)
     mismatch = (lane < drafts) & (row_tokens != choice)
     kept = torch.where(mismatch, lane, drafts).amin(1, keepdim=True)
-    is_stop = ((choice[:, :, None] == stop_ids[:, None, :]) & (stop_ids >= 0)[:, None, :]).any(2) & (lane <= kept)
-    first_stop = torch.where(is_stop, lane, width).amin(1, keepdim=True)
-    emitted = torch.minimum(torch.minimum(kept, first_stop) + 1, (row_limit - num_tokens)[:, None]).clamp_(min=0).mul_(live[:, None])
+    is_stop = ((choice[:, :, None] == stop_ids[:, None, :]) & (stop_ids >= 0)[:, None, :]).any(2)
+    # A run ends with its first stop, and before a place without a choice.
+    end = torch.where(is_stop, lane + 1, torch.where(choice < 0, lane, width)).amin(1, keepdim=True)
+    emitted = torch.minimum(torch.minimum(kept + 1, end), (row_limit - num_tokens)[:, None]).clamp_(min=0).mul_(live[:, None])
     is_emitted = lane < emitted
     emitted_tokens = torch.where(is_emitted, choice, NO_TOKEN)
     out_tokens.copy_(emitted_tokens)
@@ -181,11 +190,12 @@ def accept_matching_reference_(
     out_num_emitted.copy_(emitted[:, 0])
     out_num_drafted.copy_(drafts[:, 0])
     out_bad_row.copy_((is_emitted & (bad[: rows * width].view(rows, width) != 0)).any(1))
-    tokens.scatter_(1, place, torch.where(live[:, None], torch.where(written, emitted_tokens, emitted_tokens[:, :1]), row_tokens))
+    row_tokens = torch.where(is_emitted | (lane < drafts), emitted_tokens, row_tokens)
+    tokens.scatter_(1, place, torch.where(own_place, row_tokens, row_tokens[:, :1]))
     num_tokens += out_num_emitted
     num_draft.zero_()
     num_drafted.zero_()
-    reason = torch.where(first_stop < emitted, STOPPED, AT_LENGTH * (num_tokens >= row_limit)[:, None].int())[:, 0]
+    reason = torch.where((is_stop & is_emitted).any(1), STOPPED, AT_LENGTH * (num_tokens >= row_limit).int())
     finish_reason.copy_(torch.where(live, reason, finish_reason))
     is_live.copy_(live & (reason == NOT_FINISHED))
     torch.maximum(bad_row, out_bad_row, out=bad_row)
@@ -212,9 +222,8 @@ def accept_matching_host_(
     out_bad_row: np.ndarray,
 ) -> None:
     """Do what `accept_matching_` does on NumPy views, one row after another."""
-    rows, width = out_tokens.shape
-    if tokens.shape[0] != rows or chosen.shape[0] < rows * width or bad.shape[0] < rows * width:
-        refuse("chosen", f"{rows} * {width} choices", chosen.shape[0], "choose a token at every place of the window")
+    _check(chosen, bad, tokens, out_tokens, out_origin)
+    width = out_tokens.shape[1]
     out_tokens.fill(NO_TOKEN)
     out_origin.fill(-1)
     for out in (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row):
@@ -225,9 +234,9 @@ def accept_matching_host_(
         drafted = tokens[row, n : n + drafts].tolist()
         kept = next((lane for lane in range(drafts) if drafted[lane] != choice[lane]), drafts)
         stops = {stop for stop in stop_ids[row].tolist() if stop >= 0}
-        first_stop = next((lane for lane in range(kept + 1) if choice[lane] in stops), width)
-        emitted = max(min(kept + 1, first_stop + 1, limit - n), 0)
-        tokens[row, n : n + drafts + 1] = NO_TOKEN
+        end = next((lane + (choice[lane] in stops) for lane in range(kept + 1) if choice[lane] < 0 or choice[lane] in stops), width)
+        emitted = max(min(kept + 1, end, limit - n), 0)
+        tokens[row, n : n + drafts] = NO_TOKEN
         tokens[row, n : n + emitted] = out_tokens[row, :emitted] = choice[:emitted]
         out_origin[row, :emitted] = ACCEPTED
         if emitted == kept + 1:
@@ -235,7 +244,8 @@ def accept_matching_host_(
         out_num_accepted[row], out_num_emitted[row], out_num_drafted[row] = min(kept, emitted), emitted, drafts
         out_bad_row[row] = int(bad[row * width : row * width + emitted].any())
         num_tokens[row] = n + emitted
-        finish_reason[row] = STOPPED if first_stop < emitted else AT_LENGTH if n + emitted >= limit else NOT_FINISHED
+        stopped = emitted > 0 and choice[emitted - 1] in stops
+        finish_reason[row] = STOPPED if stopped else AT_LENGTH if n + emitted >= limit else NOT_FINISHED
     num_draft.fill(0)
     num_drafted.fill(0)
     is_live[finish_reason != NOT_FINISHED] = 0
@@ -267,11 +277,12 @@ accept_matching_ = Op(
 
 Place j of row r holds the target's choice after the newest token and j drafts. With d = min(num_draft, num_drafted) drafts,
 the longest prefix of drafts that equals the choices is kept and one more choice is emitted (recovered after a rejection,
-bonus after none). The run is cut after the first stop id and at `row_limit`, before anything is counted; then
-num_tokens grows by what is left, drafts are cleared and rows that stopped are no longer live.
+bonus after none). The run is cut after the first stop id, before the first choice of -1 and at `row_limit`, before anything
+is counted; then num_tokens grows by what is left, drafts are cleared and rows that stopped are no longer live.
 
 Args:
-    chosen, bad: [R * W] int32, the target's choices and flags of rows whose logits were not finite.
+    chosen: [R * W] int32, the target's choices, -1 where there is none.
+    bad: [R * W] int32, 1 for choices from logits that were not finite.
     row_limit: [R] int32, committed length at which the row ends.
     stop_ids: [R, S] int32, -1 for unused.
     tokens: [R, L] int32, in place: emitted tokens behind the committed ones, rejected drafts become -1.
@@ -279,4 +290,7 @@ Args:
     out_tokens, out_origin: [R, W] int32, written, -1 in unused places.
     out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row: [R] int32, written; drafted counts the drafts judged, the
         others are after trimming.
+
+Raises:
+    ArgumentError: shapes do not fit. Nothing was written.
 """

@@ -8,6 +8,8 @@ from funcspec.errors import refuse
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
+Array = torch.Tensor | np.ndarray
+
 
 @jit
 def append_drafts_kernel(
@@ -51,11 +53,14 @@ def append_drafts_kernel(
     tl.store(num_drafted_ptr + row, made + appended.to(tl.int32))
 
 
-def _check(chosen: torch.Tensor, tokens: torch.Tensor, wanted: torch.Tensor, out_tokens: torch.Tensor) -> None:
-    if chosen.shape[0] < tokens.shape[0] or wanted.shape != (tokens.shape[0],):
-        refuse("chosen", f"one token for each of {tokens.shape[0]} rows", tuple(chosen.shape), "pass arrays of one batch")
-    if out_tokens.dim() != 2 or out_tokens.shape[0] != tokens.shape[0]:
-        refuse("out_tokens", f"[{tokens.shape[0]}, K]", tuple(out_tokens.shape), "allocate a place for every row and draft")
+def _check(chosen: Array, wanted: Array, tokens: Array, out_tokens: Array) -> None:
+    rows = tokens.shape[0]
+    if out_tokens.ndim != 2 or out_tokens.shape[0] != rows:
+        refuse("out_tokens", f"[{rows}, K]", tuple(out_tokens.shape), "allocate a place for every row and draft")
+    if chosen.shape[0] < rows:
+        refuse("chosen", f"one token for each of {rows} rows", tuple(chosen.shape), "pass arrays of one batch")
+    if wanted.shape != (rows,):
+        refuse("wanted", f"one number for each of {rows} rows", tuple(wanted.shape), "pass arrays of one batch")
 
 
 def _launch_append_drafts(
@@ -73,7 +78,7 @@ def _launch_append_drafts(
     draft_limit: int,
     out_tokens: torch.Tensor,
 ) -> None:
-    _check(chosen, tokens, wanted, out_tokens)
+    _check(chosen, wanted, tokens, out_tokens)
     append_drafts_kernel[(tokens.shape[0],)](
         chosen,
         num_tokens,
@@ -110,7 +115,7 @@ def append_drafts_reference_(
     out_tokens: torch.Tensor,
 ) -> None:
     """Specify `append_drafts_` in plain torch."""
-    _check(chosen, tokens, wanted, out_tokens)
+    _check(chosen, wanted, tokens, out_tokens)
     rows, length = tokens.shape
     if first:
         live = is_live != 0
@@ -144,9 +149,8 @@ def append_drafts_host_(
     out_tokens: np.ndarray,
 ) -> None:
     """Do what `append_drafts_` does on NumPy views, one row after another."""
+    _check(chosen, wanted, tokens, out_tokens)
     rows, width = out_tokens.shape
-    if chosen.shape[0] < rows or tokens.shape[0] != rows or wanted.shape != (rows,):
-        refuse("chosen", f"one token for each of {tokens.shape[0]} rows", chosen.shape, "pass arrays of one batch")
     out_tokens.fill(NO_TOKEN)
     counts, limits, live, asked, drawn = num_tokens.tolist(), row_limit.tolist(), is_live.tolist(), wanted.tolist(), chosen.tolist()
     for row in range(rows):
@@ -188,4 +192,7 @@ Args:
     num_draft, num_drafted, draft_len: [R] int32, in place.
     draft_limit: positions the drafter can take.
     out_tokens: [R, K] int32, written: this round's drafts so far, -1 in other places.
+
+Raises:
+    ArgumentError: shapes do not fit. Nothing was written.
 """

@@ -25,7 +25,7 @@ def write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     lane = tl.arange(0, LANES)
-    mask = (lane < WIDTH) & (slot >= 0)
+    mask = lane < tl.where(slot >= 0, WIDTH, 0)
     head = lane // HEAD_DIM
     place = lane % HEAD_DIM
     key = tl.load(key_ptr + token * key_stride + head * key_head_stride + place, mask=mask, other=0)
@@ -144,10 +144,10 @@ def copy_blocks_kernel(
     destination = tl.load(destination_ptr + copy).to(tl.int64)
     row = tl.load(rows_ptr + copy)
     start = tl.load(block_indices_ptr + copy).to(tl.int64) * block_size
-    wanted = (source >= 0) & (destination >= 0) & (row >= 0)
-    length = tl.load(lengths_ptr + row, mask=wanted, other=0)
+    named = tl.minimum(tl.minimum(source, destination), row.to(tl.int64)) >= 0
+    length = tl.load(lengths_ptr + row, mask=named, other=0)  # an unnamed copy has reached nothing
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
-    mask = (lane < BLOCK_WIDTH) & wanted & (start < length)
+    mask = lane < tl.where(start < length, BLOCK_WIDTH, 0)
     base = cache_ptr + layer * layer_stride + lane
     tl.store(base + destination * BLOCK_WIDTH, tl.load(base + source * BLOCK_WIDTH, mask=mask, other=0), mask=mask)
 

@@ -21,6 +21,12 @@ from funcspec.kernels.op import Op, next_power_of_2
 
 FEED, DRAFTED, VERIFY = 0, 1, 2
 
+Array = torch.Tensor | np.ndarray
+
+HOST_INT32 = np.dtype(np.int32)
+
+OUTPUTS = ("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows", "out_seq_lens", "out_last_token_indices")
+
 
 @jit
 def window_inputs_kernel(
@@ -65,12 +71,13 @@ def window_inputs_kernel(
     position = start + lane
     live = (lane < WIDTH) & (position >= 0) & (position < stop)
     token = tl.load(tokens_ptr + wide_row * tokens_stride + position, mask=live, other=-1)
-    live = live & (token >= 0)
+    # The first place that is not live ends the window: a placeholder hides what lies behind it.
+    count = tl.min(tl.where(live & (token >= 0), LANES, lane), axis=0)
+    live = lane < count
     position = tl.where(live, position, 0)
     column = position // BLOCK_SIZE
     block = tl.load(block_tables_ptr + wide_row * table_stride + column, mask=live & (column < num_columns), other=-1)
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-    count = tl.sum(live.to(tl.int32), axis=0)
     at = wide_row * WIDTH + lane
     tl.store(out_input_ids_ptr + at, tl.where(live, token, 0), mask=lane < WIDTH)
     tl.store(out_positions_ptr + at, position, mask=lane < WIDTH)
@@ -82,22 +89,28 @@ def window_inputs_kernel(
 
 def _check(
     kind: int,
-    tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    block_tables: torch.Tensor,
+    tokens: Array,
+    num_tokens: Array,
+    block_tables: Array,
     width: int,
-    out_input_ids: torch.Tensor,
-    out_seq_lens: torch.Tensor,
+    outputs: tuple[Array, ...],
+    int32: torch.dtype | np.dtype,
 ) -> None:
     rows = tokens.shape[0]
     if kind not in (FEED, DRAFTED, VERIFY):
         refuse("kind", "FEED, DRAFTED or VERIFY", kind, "use the constants of funcspec.kernels.window_inputs")
-    if num_tokens.shape != (rows,) or block_tables.shape[0] != rows or out_seq_lens.shape[0] < rows:
+    if num_tokens.shape != (rows,):
         refuse("num_tokens", f"one entry for each of {rows} rows", tuple(num_tokens.shape), "pass arrays of one batch")
-    if width < 1 or out_input_ids.shape[0] < rows * width:
-        refuse("out_input_ids", f"at least {rows} * {width} places", out_input_ids.shape[0], "make the output longer")
-    if out_input_ids.dtype != torch.int32:
-        refuse("out_input_ids", "int32", out_input_ids.dtype, "allocate outputs as torch.int32", ArgumentTypeError)
+    if block_tables.shape[0] != rows or block_tables.shape[1] == 0:
+        refuse("block_tables", f"{rows} rows of at least one block", tuple(block_tables.shape), "pass arrays of one batch")
+    if width < 1:
+        refuse("width", "at least 1", width, "pass the number of places a row has")
+    places = rows * width
+    for name, out, count in zip(OUTPUTS, outputs, (places, places, places, places, rows, rows), strict=True):
+        if out.shape[0] < count:
+            refuse(name, f"at least {count} entries for {rows} rows of {width} places", out.shape[0], "make the output longer")
+        if out.dtype != int32:
+            refuse(name, "int32", out.dtype, "allocate outputs as int32", ArgumentTypeError)
 
 
 def _launch_window_inputs(
@@ -120,7 +133,8 @@ def _launch_window_inputs(
     out_seq_lens: torch.Tensor,
     out_last_token_indices: torch.Tensor,
 ) -> None:
-    _check(kind, tokens, num_tokens, block_tables, width, out_input_ids, out_seq_lens)
+    outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
+    _check(kind, tokens, num_tokens, block_tables, width, outputs, torch.int32)
     window_inputs_kernel[(tokens.shape[0],)](
         tokens,
         num_tokens,
@@ -129,12 +143,7 @@ def _launch_window_inputs(
         num_drafted,
         is_live,
         block_tables,
-        out_input_ids,
-        out_positions,
-        out_slot_mapping,
-        out_token_rows,
-        out_seq_lens,
-        out_last_token_indices,
+        *outputs,
         tokens.stride(0),
         block_tables.stride(0),
         block_tables.shape[1],
@@ -168,7 +177,8 @@ def window_inputs_reference_(
     out_last_token_indices: torch.Tensor,
 ) -> None:
     """Specify `window_inputs_` in plain torch."""
-    _check(kind, tokens, num_tokens, block_tables, width, out_input_ids, out_seq_lens)
+    outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
+    _check(kind, tokens, num_tokens, block_tables, width, outputs, torch.int32)
     rows, length = tokens.shape
     places = rows * width
     if kind == FEED:
@@ -178,15 +188,17 @@ def window_inputs_reference_(
     else:
         start, stop = num_tokens - 1, num_tokens + torch.minimum(num_draft, num_drafted)
     stop = (stop * (is_live != 0)).clamp_(max=limit)
-    position = start[:, None] + torch.arange(width, device=tokens.device)
+    lane = torch.arange(width, device=tokens.device)
+    position = start[:, None] + lane
     live = (position >= 0) & (position < stop[:, None])
     token = tokens.gather(1, position.clamp(0, length - 1))
-    live &= token >= 0
+    # The first place that is not live ends the window: a placeholder hides what lies behind it.
+    count = torch.where(live & (token >= 0), width, lane).amin(1)
+    live = lane < count[:, None]
     position *= live
     column = position // block_size
     block = block_tables.gather(1, column.clamp(max=block_tables.shape[1] - 1))
     slot = torch.where(live & (block >= 0) & (column < block_tables.shape[1]), block * block_size + position % block_size, PAD_SLOT)
-    count = live.sum(1)
     row = torch.arange(rows, device=tokens.device)
     out_input_ids[:places] = (token * live).view(-1)
     out_positions[:places] = position.view(-1)
@@ -217,9 +229,9 @@ def window_inputs_host_(
     out_last_token_indices: np.ndarray,
 ) -> None:
     """Do what `window_inputs_` does on NumPy views, one row after another."""
+    outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
+    _check(kind, tokens, num_tokens, block_tables, width, outputs, HOST_INT32)
     rows, places = tokens.shape[0], tokens.shape[0] * width
-    if kind not in (FEED, DRAFTED, VERIFY) or num_tokens.shape[0] != rows or out_input_ids.shape[0] < places or out_input_ids.dtype != np.int32:
-        refuse("out_input_ids", f"int32, at least {rows} * {width} places", f"{out_input_ids.dtype} {out_input_ids.shape}", "make the output longer")
     for out, fill in ((out_input_ids, 0), (out_positions, 0), (out_slot_mapping, PAD_SLOT), (out_token_rows, NO_ROW)):
         out[:places] = fill
     counts, planned, made = num_tokens.tolist(), num_draft.tolist(), num_drafted.tolist()
@@ -233,25 +245,25 @@ def window_inputs_host_(
             start, stop = n + made[row] - 1, n + made[row] if made[row] < planned[row] else 0
         else:
             start, stop = n - 1, n + min(planned[row], made[row])
-        stop = min(stop, limit, start + width) if live[row] else 0
-        window = tokens[row, max(start, 0) : stop].tolist()
-        # A place counts if it is a position of the row and holds a token; after the round's last token there are none.
-        real = [lane for lane in range(stop - start) if start + lane >= 0 and window[start + lane - max(start, 0)] >= 0]
-        for lane in real:
-            position, at = start + lane, first + lane
-            column = position // block_size
+        stop = min(stop, limit, start + width) if live[row] and start >= 0 else 0
+        count = 0
+        for position, token in enumerate(tokens[row, start:stop].tolist(), start):
+            if token < 0:
+                break
+            at, column = first + count, position // block_size
             block = int(block_tables[row, column]) if column < owned else -1
-            out_input_ids[at] = window[position - max(start, 0)]
+            out_input_ids[at] = token
             out_positions[at] = position
             out_slot_mapping[at] = block * block_size + position % block_size if block >= 0 else PAD_SLOT
             out_token_rows[at] = row
-        out_seq_lens[row] = start + len(real) if real else 0
-        out_last_token_indices[row] = first + max(len(real) - 1, 0)
+            count += 1
+        out_seq_lens[row] = start + count if count else 0
+        out_last_token_indices[row] = first + max(count - 1, 0)
 
 
 window_inputs_ = Op(
     "window_inputs",
-    writes=("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows", "out_seq_lens", "out_last_token_indices"),
+    writes=OUTPUTS,
     triton=_launch_window_inputs,
     reference=window_inputs_reference_,
     host=window_inputs_host_,
@@ -259,9 +271,10 @@ window_inputs_ = Op(
 """Derive the inputs of one pass from the rows' sequences. R rows, windows of W places.
 
 Args:
-    kind: `FEED` (positions fed_len to num_tokens), `DRAFTED` (the newest draft of rows that draft further) or `VERIFY` (newest
-        committed token and drafts).
-    tokens: [R, L] int32, committed tokens, then drafts; -1 elsewhere.
+    kind: `FEED` (positions fed_len to num_tokens), `DRAFTED` (the newest draft of rows that draft further; the newest committed
+        token while there is none) or `VERIFY` (newest committed token and drafts).
+    tokens: [R, L] int32, committed tokens, then drafts; -1 elsewhere. A -1 among them ends the window: what lies behind it is
+        left out.
     num_tokens: [R] int32, committed length.
     fed_len: [R] int32, tokens that the drafter has seen; read by `FEED`.
     num_draft, num_drafted: [R] int32, drafts planned and made this round.
@@ -274,5 +287,5 @@ Args:
     out_last_token_indices: [R] int32, written: the last live place of the row, its first place if it has none.
 
 Raises:
-    ArgumentError, ArgumentTypeError: shapes or dtypes do not fit.
+    ArgumentError, ArgumentTypeError: shapes or dtypes do not fit. Nothing was written.
 """

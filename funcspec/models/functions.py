@@ -72,6 +72,7 @@ def from_logits(
         refuse("function", "a callable", type(function).__name__, "pass a function of a token prefix", ArgumentTypeError)
     if array not in ("torch", "jax"):
         refuse("array", "'torch' or 'jax'", repr(array), "use one of these")
-    if vocab_size < 1 or max_len < 1:
-        refuse("vocab_size", "positive sizes", (vocab_size, max_len), "pass the function's vocabulary and longest prefix")
+    for name, size in (("vocab_size", vocab_size), ("max_len", max_len)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            refuse(name, "a positive int", repr(size), "pass the function's vocabulary and longest prefix")
     return FunctionModel(function, vocab_size, max_len, array)

@@ -69,11 +69,19 @@ class GGUF:
         tensor = self.tensors[name]
         if tensor.kind not in BLOCKS:
             kinds = ", ".join(kind for kind, _, _ in BLOCKS.values())
-            refuse("path", f"tensors of types {kinds}", f"type number {tensor.kind} for {name}", "convert the file to Q8_0 or F16", ModelError)
+            refuse(
+                "path", f"tensors of types {kinds}", f"type number {tensor.kind} for {name}", "convert the file to Q8_0 or F16", ModelError
+            )
         _, values, size = BLOCKS[tensor.kind]
         count = int(np.prod(tensor.shape)) // values * size
         if tensor.offset + count > os.path.getsize(self.path):
-            refuse("path", f"a whole file, with {tensor.offset + count} bytes for {name}", os.path.getsize(self.path), "fetch the file again", ModelError)
+            refuse(
+                "path",
+                f"a whole file, with {tensor.offset + count} bytes for {name}",
+                os.path.getsize(self.path),
+                "fetch the file again",
+                ModelError,
+            )
         raw = np.memmap(self.path, np.uint8, "r", tensor.offset, (count,))
         return dequantise(raw, tensor.kind).reshape(tensor.shape)
 
@@ -120,7 +128,18 @@ class _Header:
 
     def number(self, kind: str) -> Any:
         size = int(kind[-1]) if kind != "?" else 1
-        code = {"<u1": "<B", "<i1": "<b", "<u2": "<H", "<i2": "<h", "<u4": "<I", "<i4": "<i", "<f4": "<f", "<u8": "<Q", "<i8": "<q", "<f8": "<d"}
+        code = {
+            "<u1": "<B",
+            "<i1": "<b",
+            "<u2": "<H",
+            "<i2": "<h",
+            "<u4": "<I",
+            "<i4": "<i",
+            "<f4": "<f",
+            "<u8": "<Q",
+            "<i8": "<q",
+            "<f8": "<d",
+        }
         (value,) = struct.unpack_from(code.get(kind, kind), self.data, self.place)
         self.place += size
         return value
@@ -166,7 +185,9 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUF:
             except (struct.error, KeyError, ValueError) as error:
                 if isinstance(error, ModelError):
                     raise
-                raise ModelError(f"path: expected a whole GGUF header, got one that breaks off in {path}. Fix: fetch the file again.") from error
+                raise ModelError(
+                    f"path: expected a whole GGUF header, got one that breaks off in {path}. Fix: fetch the file again."
+                ) from error
 
 
 def _read_header(header: _Header, path: str) -> GGUF:
@@ -215,6 +236,8 @@ def gguf_tokenizer(gguf: GGUF) -> "Tokenizer":
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     kinds = metadata["tokenizer.ggml.token_type"]
-    special = [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+    special = [
+        AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN
+    ]
     tokenizer.add_special_tokens(special)
     return tokenizer

@@ -12,10 +12,7 @@ from funcspec.kernels.kv_cache import write_kv_
 from funcspec.kernels.paged_attention import paged_attention_
 from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
 from funcspec.models.gguf import GGUF, read_gguf
-
-FEW_TOKENS = 8
-"""On a CPU, fp32 passes of up to this many tokens are padded to a multiple of four tokens and multiplied as `mm(w, x.T)`."""
-
+from funcspec.models.products import ROWS, Product, product
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -76,22 +73,6 @@ def _rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[torch.Ten
     return cos, sin
 
 
-def _is_few(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and 0 < x.shape[0] <= FEW_TOKENS
-
-
-def linear_few(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T for x of few rows, or as usual.
-
-    With few rows a CPU spends its time on streaming the weight. `x @ weight.T` packs it first, which costs about a second pass
-    over it; `weight @ x.T` does not. The rows come in fours (`forward` sees to it): then BLAS runs the same code for every row
-    and for 4 and 8 of them, so that what is computed for one token does not depend on how many others are in the pass.
-    """
-    if _is_few(x):
-        return torch.mm(weight, x.contiguous().t()).t()  # from another layout it takes two to four times as long
-    return F.linear(x, weight)
-
-
 @dataclass(frozen=True, eq=False)
 class Llama:
     """A Llama as a `Model`: matrices in a mapping, keys and values in the cache that `forward` is given.
@@ -109,6 +90,7 @@ class Llama:
     weights: Mapping[str, torch.Tensor]
     output_token_ids: torch.Tensor | None = None
     _rotary: tuple[torch.Tensor, torch.Tensor] = field(init=False, repr=False)
+    _products: Mapping[str, Product] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, shape in self.config.weight_shapes().items():
@@ -121,10 +103,24 @@ class Llama:
             refuse("weights", f"[rows, {self.config.hidden_size}] for 'head'", tuple(head.shape), "check the configuration", ModelError)
         for name, weight in self.weights.items():
             if weight.dtype != embed.dtype or weight.device != embed.device:
-                refuse("weights", f"{embed.dtype} on {embed.device} for {name!r}", f"{weight.dtype} on {weight.device}", "convert them all alike", ModelError)
+                refuse(
+                    "weights",
+                    f"{embed.dtype} on {embed.device} for {name!r}",
+                    f"{weight.dtype} on {weight.device}",
+                    "convert them all alike",
+                    ModelError,
+                )
         if self.output_token_ids is not None and self.output_token_ids.shape != head.shape[:1]:
-            refuse("output_token_ids", f"{head.shape[0]} ids, one for each row of 'head'", tuple(self.output_token_ids.shape), "pass both or neither", ModelError)
+            refuse(
+                "output_token_ids",
+                f"{head.shape[0]} ids, one for each row of 'head'",
+                tuple(self.output_token_ids.shape),
+                "pass both or neither",
+                ModelError,
+            )
         object.__setattr__(self, "_rotary", _rotary_tables(self.config, embed.device))
+        matrices = {name: weight for name, weight in self.weights.items() if weight.dim() == 2 and name != "embed"}
+        object.__setattr__(self, "_products", {name: product(weight) for name, weight in (matrices | {"head": head}).items()})
 
     @property
     def _head(self) -> torch.Tensor:
@@ -182,22 +178,24 @@ class Llama:
         num_tokens = batch.input_ids.shape[0]
         if any(not 0 <= layer <= config.num_layers for layer in batch.hidden_layers):
             refuse("hidden_layers", f"numbers from 0 to {config.num_layers}", batch.hidden_layers, "name layers of this model", ModelError)
-        x = _in_fours(F.embedding(batch.input_ids, weights["embed"]))
+        x = F.embedding(batch.input_ids, weights["embed"])
+        if 0 < num_tokens < ROWS and self._products["head"].packed is not None:
+            x = F.pad(x, (0, 0, 0, ROWS - num_tokens))  # once for all products of the pass
         rotary = (self._rotary[0].index_select(0, batch.positions), self._rotary[1].index_select(0, batch.positions))
         # Attention leaves places that belong to no row as they are: they stay zero in every layer.
         mixed = x.new_zeros((x.shape[0], config.num_heads, config.head_dim))
         kept = {0: x}
         for layer in range(config.num_layers):
             x = x + self._attend(layer, x, kv, batch, rotary, mixed)
-            inner = linear_few(self._normalise(x, f"{layer}.mlp_norm"), weights[f"{layer}.gate_up"])
+            inner = self._products[f"{layer}.gate_up"](self._normalise(x, f"{layer}.mlp_norm"))
             gate, up = inner.split(config.intermediate_size, 1)
-            x = x + linear_few(F.silu(gate).mul_(up), weights[f"{layer}.down"])
+            x = x + self._products[f"{layer}.down"](F.silu(gate).mul_(up))
             if layer + 1 in batch.hidden_layers:
                 kept[layer + 1] = x
         if config.num_layers in batch.hidden_layers:
             kept[config.num_layers] = self._normalise(x, "norm")
         chosen = x[:num_tokens] if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
-        logits = linear_few(self._normalise(_in_fours(chosen), "norm"), self._head)[: chosen.shape[0]].contiguous()
+        logits = self._products["head"](self._normalise(chosen, "norm"))
         return kv, logits, tuple(kept[layer][:num_tokens] for layer in batch.hidden_layers)
 
     def _normalise(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -210,7 +208,7 @@ class Llama:
         config = self.config
         num_tokens = batch.input_ids.shape[0]
         heads, kv_heads, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
-        qkv = linear_few(self._normalise(x, f"{layer}.attention_norm"), self.weights[f"{layer}.qkv"])
+        qkv = self._products[f"{layer}.qkv"](self._normalise(x, f"{layer}.attention_norm"))
         qkv = qkv[:num_tokens].unflatten(1, (heads + 2 * kv_heads, config.head_dim))
         turned = qkv[:, : heads + kv_heads]
         turned = (turned * rotary[0] + turned.roll(half, 2) * rotary[1]).to(x.dtype)
@@ -234,10 +232,12 @@ class Llama:
             scale=config.head_dim**-0.5,
             max_query_len=batch.max_query_len,
         )
-        return linear_few(mixed.flatten(1), self.weights[f"{layer}.attention_output"])
+        return self._products[f"{layer}.attention_output"](mixed.flatten(1))
 
     @classmethod
-    def from_gguf(cls, path: str | os.PathLike[str] | GGUF, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "Llama":
+    def from_gguf(
+        cls, path: str | os.PathLike[str] | GGUF, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> "Llama":
         """Load a Llama from a GGUF file.
 
         Args:
@@ -296,11 +296,6 @@ class Llama:
         return cls(config, weights, None if output_token_ids is None else output_token_ids.to(device=device, dtype=torch.int32))
 
 
-def _in_fours(x: torch.Tensor) -> torch.Tensor:
-    """Add zero rows up to a multiple of four where `linear_few` wants it."""
-    return F.pad(x, (0, 0, 0, -x.shape[0] % 4)) if _is_few(x) and x.shape[0] % 4 else x
-
-
 _PIECES: Mapping[str, tuple[str, ...]] = {
     "attention_norm": ("ln1",),
     "mlp_norm": ("ln2",),
@@ -327,7 +322,9 @@ def _gguf_config(gguf: GGUF) -> LlamaConfig:
     heads, width = int(meta["llama.attention.head_count"]), int(meta["llama.embedding_length"])
     head_dim = int(meta.get("llama.attention.key_length", width // heads))
     if int(meta.get("llama.rope.dimension_count", head_dim)) != head_dim:
-        refuse("path", "rotary embeddings over whole heads", meta["llama.rope.dimension_count"], "use funcspec.models.huggingface", ModelError)
+        refuse(
+            "path", "rotary embeddings over whole heads", meta["llama.rope.dimension_count"], "use funcspec.models.huggingface", ModelError
+        )
     return LlamaConfig(
         vocab_size=gguf.tensors["token_embd.weight"].shape[0],
         num_layers=int(meta["llama.block_count"]),

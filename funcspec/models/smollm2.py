@@ -83,12 +83,16 @@ def load_draft(target: Llama) -> tuple[Llama, torch.Tensor]:
     config = replace(target.config, num_layers=2)
     shape = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
     if shape != (49152, 576, 1536, 9, 3, 64):
-        refuse("target", "SmolLM2-135M, for which the draft was made", f"a model of shape {shape}", "train a draft for this model", ModelError)
+        refuse(
+            "target", "SmolLM2-135M, for which the draft was made", f"a model of shape {shape}", "train a draft for this model", ModelError
+        )
     folder = files("funcspec") / "data"
     with as_file(folder / "draft-smollm2-token-ids.npy") as path:
         token_ids = torch.from_numpy(np.load(path)).to(target.device)
     with as_file(folder / "draft-smollm2-trunc.safetensors") as path:
-        draft = Llama.from_safetensors(path, config, embed=target.weights["embed"], output_token_ids=token_ids, dtype=target.dtype, device=target.device)
+        draft = Llama.from_safetensors(
+            path, config, embed=target.weights["embed"], output_token_ids=token_ids, dtype=target.dtype, device=target.device
+        )
     return draft, token_ids
 
 

@@ -106,8 +106,12 @@ class TableModel:
 
     def __post_init__(self) -> None:
         table: Sequence[Sequence[float]] = self.probabilities
-        if any(len(row) != len(table) for row in table) or any(abs(sum(row) - 1) > 1e-6 or min(row) < 0 for row in table):
-            refuse("probabilities", "a square table whose rows are distributions", table, "give every token one row that sums to 1")
+        try:  # written so that NaN fails too
+            fits = len(table) > 0 and all(len(row) == len(table) and min(row) >= 0 and abs(sum(row) - 1) <= 1e-6 for row in table)
+        except TypeError:
+            fits = False
+        if not fits:
+            refuse("probabilities", "a square table whose rows are distributions", repr(table), "give every token one row that sums to 1")
         object.__setattr__(self, "log_table", torch.tensor(table, dtype=torch.float64).log().float())
 
     @property

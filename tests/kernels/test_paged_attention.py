@@ -43,7 +43,9 @@ class Case:
         return query, key, value
 
 
-def run(case: Case, backend: Any, device: str, tensors: Any = None, columns: int = 0, max_query_len: int = 0, spare: int = 0) -> torch.Tensor:
+def run(
+    case: Case, backend: Any, device: str, tensors: Any = None, columns: int = 0, max_query_len: int = 0, spare: int = 0
+) -> torch.Tensor:
     """One call with a poisoned, guarded output; `spare` tokens at the end belong to no row and must stay as they are."""
     query, key, value = (tensor.to(device) for tensor in (tensors or case.tensors()))
     width = max([columns, *(len(table) for table in case.tables)])
