@@ -30,7 +30,7 @@ from funcspec.requests import validate
 from funcspec.state import any_active
 from funcspec.steps import decode, prefill, verify
 
-DEFAULT_PROMPT = "Why do leaves change colour in autumn?"
+DEFAULT_PROMPT = "Write a Python function that reverses a string."
 COLOURS = ("\x1b[32m", "\x1b[33m", "\x1b[36m")  # accepted drafts, recovered, bonus
 PLAIN = "\x1b[0m"
 

@@ -293,7 +293,6 @@ def test_gguf_round_trip_and_refusals(tmp_path: Path) -> None:
     for size in (3, 60, len(whole) // 2):
         path.write_bytes(whole[:size])
         with pytest.raises(ModelError):
-            read_gguf(path).array("token_embd.weight")
             Llama.from_gguf(path)
     path.write_bytes(b"GGUF" + struct.pack("<I", 9) + whole[8:])
     with pytest.raises(ModelError, match="version"):
