@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 from funcspec.kernels.kv_cache import write_kv_
 from funcspec.kernels.paged_attention import paged_attention_

@@ -60,9 +60,8 @@ def main() -> None:
             same += fast.outputs == slow.outputs
             ratios.append(statistics.median(pairs))
             tokens_a_pass.append(found.tokens_per_round)
-            print(
-                f"{kind} {number}: {found.tokens_per_round:.2f} tokens a round, speedup {ratios[-1]:.2f} ({min(pairs):.2f}-{max(pairs):.2f})"
-            )
+            spread = f"{min(pairs):.2f}-{max(pairs):.2f}"
+            print(f"{kind} {number}: {found.tokens_per_round:.2f} tokens a round, speedup {ratios[-1]:.2f} ({spread})")
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         print(
             f"{kind}: speedup geometric mean {mean:.2f}, median {statistics.median(ratios):.2f}, "

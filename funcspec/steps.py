@@ -182,7 +182,7 @@ def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[S
         raise StaleScoresError("scores: expected the scores of this very state, got those of another. Fix: call score on this state again.")
     config = state.config
     shape = (config.max_num_reqs, config.num_speculative_tokens + 1, state.lease.models["target"].vocab_size)
-    logits: object = scores.logits
+    logits = scores.logits
     if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != shape or not logits.is_floating_point():
         found = f"{list(logits.shape)} {logits.dtype}" if isinstance(logits, torch.Tensor) else type(logits).__name__
         refuse("scores.logits", f"float logits {list(shape)}, a torch tensor", found, "change values, not the shape")

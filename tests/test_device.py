@@ -53,6 +53,7 @@ def test_old_states_and_branches() -> None:
     assert fs.snapshot(fs.restore(fs.snapshot(history[3]))) == fs.snapshot(history[3])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_donated_round_neither_waits_nor_allocates() -> None:
     shape = LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_len=512

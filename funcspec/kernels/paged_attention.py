@@ -8,7 +8,7 @@ depends on the batch: the number of rows, the width of the table, the length of 
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels._triton import jit, tl, triton
@@ -223,7 +223,7 @@ def _gather(cache: torch.Tensor, blocks: list[int], offset: int, count: int) -> 
         start = blocks[0] * cache.shape[1] + offset
         found = cache.flatten(0, 1)[start : start + count]
     else:
-        ids = torch.tensor(blocks)
+        ids = torch.tensor(blocks, device=cache.device)
         found = cache.index_select(0, ids.clamp(min=0))
         if -1 in blocks:
             found[ids < 0] = 0
@@ -231,27 +231,27 @@ def _gather(cache: torch.Tensor, blocks: list[int], offset: int, count: int) -> 
     if count == KEY_TILE:
         return found.float()
     # What lies behind the row's keys may be anything, NaN included: it is not read, zeros stand in.
-    tile = torch.empty((KEY_TILE, *found.shape[1:]))
+    tile = torch.empty((KEY_TILE, *found.shape[1:]), device=cache.device)
     tile[:count] = found
     tile[count:] = 0
     return tile
 
 
 @lru_cache(maxsize=16)  # the same in every layer of a pass
-def _visible(last_seen: tuple[int, ...], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _visible(last_seen: tuple[int, ...], start: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Which keys of the tile at position `start` a query sees.
 
     Returns:
         [rows, KEY_TILE] fp32, only to be read: 1 where it sees the key, else 0; and what to add to the scores for it.
     """
-    visible = torch.le(OFFSETS, torch.tensor([seen - start for seen in last_seen])[:, None]).float()
+    visible = torch.le(OFFSETS.to(device), torch.tensor([seen - start for seen in last_seen], device=device)[:, None]).float()
     return visible, (visible - 1).mul_(FAR)
 
 
 def _without_holes(visible: torch.Tensor, blocks: list[int], offset: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What `_visible` returns, with the keys of blocks that are -1 hidden."""
     owner = ((OFFSETS + offset) // block_size).clamp_(max=len(blocks) - 1)
-    visible = visible * (torch.tensor(blocks)[owner] >= 0)
+    visible = visible * (torch.tensor(blocks)[owner] >= 0).to(visible.device)
     return visible, (visible - 1).mul_(FAR)
 
 
@@ -287,7 +287,7 @@ def _attend(
         offset = start % block_size
         keys = _gather(key_cache, blocks, offset, width)
         values = _gather(value_cache, blocks, offset, width)
-        visible, bias = _visible(row_seen, start)
+        visible, bias = _visible(row_seen, start, query.device)
         if -1 in blocks:
             visible, bias = _without_holes(visible, blocks, offset, block_size)
         score = torch.baddbmm(bias, folded, keys.permute(1, 2, 0), alpha=scale * LOG2_E)

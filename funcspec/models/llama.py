@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 from funcspec.errors import ModelError, refuse
 from funcspec.kernels.kv_cache import write_kv_
@@ -13,6 +13,7 @@ from funcspec.kernels.paged_attention import paged_attention_
 from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
 from funcspec.models.gguf import GGUF, read_gguf
 from funcspec.models.products import ROWS, Product, product
+
 
 @dataclass(frozen=True)
 class LlamaConfig:

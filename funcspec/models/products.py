@@ -8,7 +8,7 @@ then cost the same, and what is computed for a token does not depend on how many
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 ROWS = 4
 """Passes of fewer rows are padded to this many, where products are packed."""

@@ -1,0 +1,135 @@
+"""A launch of `window_inputs_` with poisoned, guarded outputs, and the answer of an independent oracle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from funcspec.kernels.op import Backend
+from funcspec.kernels.window_inputs import DRAFTED, FEED, window_inputs_
+
+from .guarded import POISON, Buffers
+
+BY_PLACE = ("input_ids", "positions", "slot_mapping", "token_rows")
+BY_ROW = ("seq_lens", "last_token_indices")
+BEYOND = 2  # places that every output has beyond those the launch may write
+
+Output = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch; `drafts` lie behind the committed tokens, whether they count or not."""
+
+    committed: Sequence[int] = ()
+    drafts: Sequence[int] = ()
+    fed: int = 0
+    num_draft: int = 0
+    num_drafted: int | None = None
+    live: bool = True
+    blocks: Sequence[int] = field(default=(0,))
+
+    @property
+    def made(self) -> int:
+        return len(self.drafts) if self.num_drafted is None else self.num_drafted
+
+
+def row_at(length: int, **changes: Any) -> Row:
+    """A row with `length` committed tokens, all different."""
+    return Row(committed=range(100, 100 + length), **changes)
+
+
+class Launch:
+    """One batch and its buffers."""
+
+    def __init__(
+        self,
+        device: str,
+        kind: int,
+        rows: list[Row],
+        width: int,
+        *,
+        limit: int = 64,
+        block_size: int = 4,
+        length: int = 64,
+        columns: int | None = None,
+        dtype: torch.dtype = torch.int32,
+    ) -> None:
+        self.buffers = Buffers(device)
+        self.rows = rows
+        self.columns = max([len(row.blocks) for row in rows] + [1]) if columns is None else columns
+        sequences = [[*row.committed, *row.drafts] for row in rows]
+
+        def array(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.inputs: dict[str, Any] = {
+            "kind": kind,
+            "tokens": self.buffers.table([(tokens + [-1] * length)[:length] for tokens in sequences], dtype, 3),
+            "num_tokens": array([len(row.committed) for row in rows]),
+            "fed_len": array([row.fed for row in rows]),
+            "num_draft": array([row.num_draft for row in rows]),
+            "num_drafted": array([row.made for row in rows]),
+            "is_live": array([int(row.live) for row in rows]),
+            "block_tables": self.buffers.table([([*row.blocks] + [-1] * self.columns)[: self.columns] for row in rows], dtype),
+            "block_size": block_size,
+            "width": width,
+            "limit": limit,
+        }
+        places = len(rows) * width
+        self.outputs = {f"out_{name}": self.buffers.poisoned(places + BEYOND) for name in BY_PLACE}
+        self.outputs |= {f"out_{name}": self.buffers.poisoned(len(rows) + BEYOND) for name in BY_ROW}
+
+    def run(self, backend: Backend) -> Output:
+        before = {name: value.clone() for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
+        window_inputs_(**self.inputs, **self.outputs, backend=backend)
+        self.buffers.check()
+        for name, value in before.items():
+            assert torch.equal(self.inputs[name], value), f"{name} was written"
+        out = {name: self.outputs[f"out_{name}"].tolist() for name in BY_PLACE + BY_ROW}
+        for name in out:
+            written = len(self.rows) * (self.inputs["width"] if name in BY_PLACE else 1)
+            assert set(out[name][written:]) <= {POISON}, f"{name} was written beyond the batch"
+            del out[name][written:]
+        return out
+
+    def expected(self) -> Output:
+        """The contract, a place at a time."""
+        kind, width, size = self.inputs["kind"], self.inputs["width"], self.inputs["block_size"]
+        out: Output = {name: [] for name in BY_PLACE + BY_ROW}
+        for number, row in enumerate(self.rows):
+            n, sequence = len(row.committed), [*row.committed, *row.drafts]
+            if kind == FEED:
+                wanted = range(row.fed, n)
+            elif kind == DRAFTED:
+                wanted = range(n + row.made - 1, n + row.made if row.made < row.num_draft else 0)
+            else:
+                wanted = range(n - 1, n + min(row.num_draft, row.made))
+            window: list[int] = []
+            for position in wanted[:width] if row.live else ():
+                if not 0 <= position < self.inputs["limit"] or sequence[position] < 0:
+                    break
+                window.append(position)
+            for position in window:
+                column = position // size
+                block = row.blocks[column] if column < min(len(row.blocks), self.columns) else -1
+                slot = block * size + position % size
+                out["input_ids"].append(sequence[position])
+                out["positions"].append(position)
+                out["slot_mapping"].append(slot if block >= 0 else -1)
+                out["token_rows"].append(number)
+            empty = width - len(window)
+            for name, neutral in zip(BY_PLACE, (0, 0, -1, -1), strict=True):
+                out[name] += [neutral] * empty
+            out["seq_lens"].append(window[-1] + 1 if window else 0)
+            out["last_token_indices"].append(number * width + max(len(window) - 1, 0))
+        return out
+
+
+def run(backend: Backend, device: str, kind: int, rows: list[Row], width: int, **changes: Any) -> Output:
+    """Run a batch, compare it with the oracle, and return it."""
+    launch = Launch(device, kind, rows, width, **changes)
+    out = launch.run(backend)
+    assert out == launch.expected()
+    return out
