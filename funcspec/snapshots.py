@@ -129,6 +129,8 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     config = snapshot.config
     if drafter is not None and not isinstance(drafter, Drafter):
         refuse("drafter", "a drafter or None", type(drafter).__name__, "wrap a model with funcspec.drafters.standalone", ArgumentTypeError)
+    if drafter is not None and drafter.kv_model is not None and "draft" not in snapshot.caches:
+        refuse("drafter", "None, as the state was made with", type(drafter).__name__, "leave it out", ModelError)
     models: dict[str, Model | None] = {"target": target, "draft": drafter.kv_model if drafter is not None else None}
     buffers = Buffers.filled(config)
     for name, values in snapshot.fields.items():

@@ -28,15 +28,22 @@ def _config(name: str, error: type[Exception], message: str, **changes: Any) -> 
     return Bad(f"SpecConfig: {name}", lambda world: CONFIG.replace(**changes), error, message)
 
 
-def _prefill(name: str, error: type[Exception], message: str, num_draft: Any) -> list[Bad]:
+def _prefill(name: str, error: type[Exception], message: str, num_draft: Any, gap: str = "") -> list[Bad]:
     """A bad number of drafts, for both functions that take one."""
     return [
-        Bad(f"prefill: {name}", lambda world: fs.prefill(world.state, DRAFTER, num_draft=num_draft, donate=world.donate), error, message),
+        Bad(
+            f"prefill: {name}",
+            lambda world: fs.prefill(world.state, DRAFTER, num_draft=num_draft, donate=world.donate),
+            error,
+            message,
+            gap,
+        ),
         Bad(
             f"step_round: {name}",
             lambda world: fs.step_round(world.state, TARGET, DRAFTER, num_draft=num_draft, donate=world.donate),
             error,
             message,
+            gap,
         ),
     ]
 
@@ -84,6 +91,9 @@ def _sampling() -> Iterator[Bad]:
     for wrong in (-0.5, NAN, INF, -INF, 0.009, 1e-9, -1):
         yield _admit(f"temperature {wrong}", ArgumentError, r"^temperature: expected 0 \(greedy\) or .* 0\.01, got", temperature=wrong)
         yield _admit(f"temperature [{wrong}]", ArgumentError, r"^temperature: expected 0 \(greedy\) or", temperature=[wrong])
+    for wrong in (1e39, 10**400):
+        gap = "the state holds float32: infinite there, and a token outside the vocabulary comes of it"
+        yield _admit(f"temperature {float(min(wrong, 1e300)):g}", ArgumentError, r"^temperature: expected", gap, temperature=wrong)
     for wrong in (True, None, [None], ["1"], [True], [[0.5]]):
         yield _admit(f"temperature {wrong!r}", ArgumentTypeError, r"^temperature: expected a number, got", temperature=wrong)
     for wrong in ([], [0.5, 0.5], torch.tensor([0.5]), {0: 0.5}):
@@ -184,6 +194,16 @@ def _num_draft() -> Iterator[Bad]:
     )
     for wrong in (*wrong_tensors, torch.ones(3, dtype=torch.bool)):
         yield from _prefill(f"num_draft {tuple(wrong.shape)} {wrong.dtype}", ArgumentError, kind, wrong)
+    elsewhere = torch.ones(3, dtype=torch.int32, device="meta")
+    yield from _prefill("num_draft elsewhere", ArgumentError, r"^num_draft: expected", elsewhere, "its device is not looked at")
+    for wrong in (-1, 99, "3"):
+        yield Bad(
+            f"step_round: num_draft {wrong!r} without drafter",
+            lambda world, wrong=wrong: fs.step_round(world.plain, TARGET, None, num_draft=wrong, donate=world.donate),
+            ArgumentError,
+            r"^num_draft: expected",
+            "not looked at without a drafter",
+        )
 
 
 def _generates() -> Iterator[Bad]:

@@ -142,7 +142,7 @@ def _steps() -> Iterator[Bad]:
             yield Bad(f"{name}: donate {wrong!r}", call, ArgumentError, r"^donate: expected True or False, got")
 
 
-def _foreign_models() -> Iterator[Bad]:
+def _foreign_targets() -> Iterator[Bad]:
     calls: dict[str, Callable[[World, Any], Any]] = {
         "admit": lambda world, model: fs.admit(world.state, model, DRAFTER, [[5]], donate=world.donate),
         "score": lambda world, model: fs.score(world.drafting, model, donate=world.donate),
@@ -164,6 +164,9 @@ def _foreign_models() -> Iterator[Bad]:
                 ArgumentTypeError,
                 message,
             )
+
+
+def _foreign_drafters() -> Iterator[Bad]:
     drafts: dict[str, Callable[[World, Any], Any]] = {
         "admit": lambda world, drafter: fs.admit(world.state, TARGET, drafter, [[5]], donate=world.donate),
         "prefill": lambda world, drafter: fs.prefill(world.state, drafter, donate=world.donate),
@@ -313,6 +316,12 @@ def _copies() -> Iterator[Bad]:
             message,
         )
     yield Bad(
+        "restore: drafter for a plain state",
+        lambda world: fs.restore(fs.snapshot(world.plain), TARGET, DRAFTER),
+        ModelError,
+        r"^drafter: expected None, as the state was made with, got Standalone",
+    )
+    yield Bad(
         "restore: drafter of other length",
         lambda world: fs.restore(world.snap, TARGET, standalone(ChecksumDraft(max_len=64))),
         ModelError,
@@ -320,13 +329,15 @@ def _copies() -> Iterator[Bad]:
     )
 
 
-def _makers() -> Iterator[Bad]:
-    def bad(name: str, error: type[Exception], message: str, make: Callable[[], Any], gap: str = "") -> Bad:
-        return Bad(name, lambda world: make(), error, message, gap)
+def _made(name: str, error: type[Exception], message: str, make: Callable[[], Any]) -> Bad:
+    return Bad(name, lambda world: make(), error, message)
+
+
+def _drafter_makers() -> Iterator[Bad]:
 
     for wrong in (None, "gpt2", 3, NotAModel(), DRAFTER, ChecksumDraft):
         message = r"^model: expected a Model \(vocab_size, max_len, kv_spec, forward\), got"
-        yield bad(f"standalone: {type(wrong).__name__}", ArgumentTypeError, message, lambda wrong=wrong: standalone(wrong))
+        yield _made(f"standalone: {type(wrong).__name__}", ArgumentTypeError, message, lambda wrong=wrong: standalone(wrong))
     three = ChecksumDraft(vocab_size=3)
     kind = r"^token_ids: expected a one-dimensional int32 tensor, got"
     for wrong in (
@@ -338,9 +349,9 @@ def _makers() -> Iterator[Bad]:
         torch.zeros(3, dtype=torch.bool),
     ):
         label = getattr(wrong, "dtype", type(wrong).__name__)
-        yield bad(f"standalone: token_ids {label}", ArgumentTypeError, kind, lambda wrong=wrong: standalone(three, wrong))
+        yield _made(f"standalone: token_ids {label}", ArgumentTypeError, kind, lambda wrong=wrong: standalone(three, wrong))
     for wrong in (torch.tensor(3, dtype=torch.int32), torch.tensor([[3, 10, 50]], dtype=torch.int32)):
-        yield bad(f"standalone: token_ids {wrong.dim()}-D", ArgumentTypeError, kind, lambda wrong=wrong: standalone(three, wrong))
+        yield _made(f"standalone: token_ids {wrong.dim()}-D", ArgumentTypeError, kind, lambda wrong=wrong: standalone(three, wrong))
     for wrong, found in (
         ([3, 10], "2 distinct of 2"),
         ([3, 10, 10], "2 distinct of 3"),
@@ -349,19 +360,24 @@ def _makers() -> Iterator[Bad]:
     ):
         ids = torch.tensor(wrong, dtype=torch.int32)
         message = rf"^token_ids: expected 3 distinct ids, got {found}"
-        yield bad(f"standalone: token_ids {wrong}", ArgumentError, message, lambda ids=ids: standalone(three, ids))
+        yield _made(f"standalone: token_ids {wrong}", ArgumentError, message, lambda ids=ids: standalone(three, ids))
+
+
+def _model_makers() -> Iterator[Bad]:
     for wrong in (None, "f", 3, torch.zeros(5)):
         message = rf"^function: expected a callable, got {type(wrong).__name__}"
-        yield bad(f"from_logits: {type(wrong).__name__}", ArgumentTypeError, message, lambda wrong=wrong: from_logits(wrong, vocab_size=5))
+        yield _made(
+            f"from_logits: {type(wrong).__name__}", ArgumentTypeError, message, lambda wrong=wrong: from_logits(wrong, vocab_size=5)
+        )
     for wrong in ("numpy", "", None):
         message = r"^array: expected 'torch' or 'jax', got"
-        yield bad(
+        yield _made(
             f"from_logits: array {wrong!r}", ArgumentError, message, lambda wrong=wrong: from_logits(torch.sin, vocab_size=5, array=wrong)
         )
     for field in ("vocab_size", "max_len"):
         for wrong in (0, -5, 2.5, "5", None, True):
             sizes = {"vocab_size": 5, "max_len": 5, field: wrong}
-            yield bad(
+            yield _made(
                 f"from_logits: {field} {wrong!r}",
                 FuncspecError,
                 rf"^{field}: expected",
@@ -385,7 +401,11 @@ def _makers() -> Iterator[Bad]:
     }
     for label, wrong in tables.items():
         message = r"^probabilities: expected a square table whose rows are distributions, got"
-        yield bad(f"TableModel: {label}", ArgumentError, message, lambda wrong=wrong: TableModel(wrong))
+        yield _made(f"TableModel: {label}", ArgumentError, message, lambda wrong=wrong: TableModel(wrong))
 
 
-OBJECTS = [bad for group in (_inits, _steps, _foreign_models, _forwards, _scores, _copies, _makers) for bad in group()]
+OBJECTS = [
+    bad
+    for group in (_inits, _steps, _foreign_targets, _foreign_drafters, _forwards, _scores, _copies, _drafter_makers, _model_makers)
+    for bad in group()
+]
