@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0; smaller ones overflow the logits and are refused."""
 
+MAX_TEMPERATURE = 1e6
+"""Highest temperature: well inside float32, and so high that every allowed token is as likely as any other."""
+
 MAX_SLOTS = 2**31
 """Slots are stored as int32, so a pool holds fewer than this many."""
 
@@ -83,9 +86,11 @@ class SpecConfig:
                 "draft fewer tokens or allow longer rows",
             )
         try:
-            torch.device(self.device)
+            kind = self.device_type
         except (RuntimeError, TypeError) as error:
             refuse("device", "a device that torch knows", repr(self.device), f"use 'cpu' or 'cuda' ({error})")
+        if kind == "cuda" and not torch.cuda.is_available():
+            refuse("device", "a device of this machine", repr(self.device), "install a CUDA build of torch, or use 'cpu'")
         if self.num_kv_blocks * self.block_size >= MAX_SLOTS:
             refuse(
                 "num_blocks",
@@ -95,6 +100,11 @@ class SpecConfig:
             )
         if self.max_num_reqs * self.max_model_len >= MAX_SLOTS:
             refuse("max_model_len", "fewer than 2^31 tokens in all rows", self.max_model_len, "use fewer or shorter rows")
+
+    @property
+    def device_type(self) -> str:
+        """Kind of device: "cpu" or "cuda"."""
+        return torch.device(self.device).type
 
     @property
     def blocks_per_row(self) -> int:

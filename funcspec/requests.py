@@ -1,12 +1,11 @@
 """Prompts and their settings, validated: what a caller passes becomes `Request` values or a clear error."""
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from funcspec.config import MIN_TEMPERATURE, SpecConfig
+from funcspec.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpecConfig
 from funcspec.errors import ArgumentTypeError, CapacityError, refuse
 from funcspec.models.base import Model
 from funcspec.noise import split_seed
@@ -44,13 +43,12 @@ def validate(
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or not prompts:
         refuse("prompts", "a non-empty sequence of token id sequences", repr(prompts)[:60], "tokenise first and pass a list of prompts")
     count = len(prompts)
-    if seeds is not None and (isinstance(seeds, int) or len(seeds) != count):
+    if seeds is not None and (not isinstance(seeds, Sequence) or isinstance(seeds, str | bytes) or len(seeds) != count):
         refuse("seeds", f"{count} seeds, one a prompt", repr(seeds), "give every prompt a seed, or None for fresh ones")
     seeds = [secrets.randbits(64) for _ in range(count)] if seeds is None else seeds
     temperatures = _each("temperature", temperature, count, (int, float))
     limits = _each("max_tokens", max_tokens, count, (int,))
-    shared = not stop_ids or isinstance(stop_ids[0], int)
-    stops = [list(stop_ids)] * count if shared else _each("stop_ids", stop_ids, count, ())
+    stops = _stop_lists(stop_ids, count)
     return [
         Request(
             _check_prompt(index, prompts[index], config, target.vocab_size),
@@ -63,11 +61,25 @@ def validate(
     ]
 
 
+def _stop_lists(stop_ids: Any, count: int) -> list[Sequence[Any]]:
+    """A list of stop ids for each prompt, from one list or one for each."""
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+    if not is_list(stop_ids):
+        refuse("stop_ids", "a list of token ids, or one for each prompt", repr(stop_ids)[:60], "pass a list, empty for none")
+    own = len(stop_ids) > 0 and all(map(is_list, stop_ids))
+    return _each("stop_ids", stop_ids, count, ()) if own else [stop_ids] * count
+
+
 def _check_prompt(index: int, prompt: Any, config: SpecConfig, vocab_size: int) -> list[int]:
     name = f"prompts[{index}]"
     if isinstance(prompt, int | str | bytes) or not (isinstance(prompt, Sequence) or hasattr(prompt, "tolist")):
         refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a list of prompts, each a list of ints", ArgumentTypeError)
     ids = list(prompt) if isinstance(prompt, Sequence) else prompt.tolist()
+    if not isinstance(ids, list):
+        refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a one-dimensional array", ArgumentTypeError)
     if not ids:
         refuse(name, "at least one token id", "an empty prompt", "start with the model's first token")
     if len(ids) >= config.max_model_len:
@@ -95,8 +107,8 @@ def _check_ids(argument: str, ids: Sequence[Any], vocab_size: int, most: int) ->
 def _check_temperature(value: Any, config: SpecConfig) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse("temperature", "a number", f"{value!r} ({type(value).__name__})", "use 0 for greedy", ArgumentTypeError)
-    if not math.isfinite(value) or value < 0 or 0 < value < MIN_TEMPERATURE:
-        refuse("temperature", f"0 (greedy) or a finite number of at least {MIN_TEMPERATURE}", value, "use 0 for greedy")
+    if not (value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE):  # NaN fails both
+        refuse("temperature", f"0 (greedy) or a number from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}", repr(value)[:60], "use 0 for greedy")
     if value > 0 and not config.rule.samples:
         refuse("temperature", f"0 under {config.rule!r}", value, "use rules.coupled to sample")
     return float(value)

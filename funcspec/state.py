@@ -356,8 +356,9 @@ def fork(state: SpecState, *, seeds: Sequence[int] | None = None) -> SpecState:
     lease = check_state(state, "fork").lease
     words = None
     if seeds is not None:
-        if len(seeds) != state.config.max_num_reqs:
-            refuse("seeds", f"{state.config.max_num_reqs} seeds, one a row", len(seeds), "give every row a seed")
+        if not isinstance(seeds, Sequence) or len(seeds) != state.config.max_num_reqs:
+            found = len(seeds) if isinstance(seeds, Sequence) else repr(seeds)[:60]
+            refuse("seeds", f"{state.config.max_num_reqs} seeds, one a row", found, "give every row a seed")
         words = torch.tensor([split_seed(seed) for seed in seeds], dtype=torch.int32)
     buffers = lease.buffers.packed()
     if words is not None:

@@ -89,8 +89,8 @@ def prefill(
     Args:
         state: a state at the start of a round.
         drafter: the drafter the state was made for.
-        num_draft: drafts wanted this round: a number, one for each row, or [R] int32 on the device; None is K. Rows that
-            want 0 are fed all the same.
+        num_draft: drafts wanted this round: a number, one for each row, or [R] int32 on the device (clipped to 0..K); None
+            is K. Rows that want 0 are fed all the same.
         donate: reuse the state's buffers and leave the state dead.
 
     Returns:
@@ -232,6 +232,8 @@ def step_round(
         the new state and the round's `Verdict`.
     """
     if drafter is None:
+        if num_draft not in (None, 0):
+            refuse("num_draft", "None or 0 without a drafter", repr(num_draft)[:60], "pass a drafter")
         return verify(state, target, donate=donate)
     check_partner("target", target, check_state(state, "step_round").lease.models["target"], state.lease.target.pool)
     newest, _ = prefill(state, drafter, num_draft=num_draft, donate=donate)

@@ -23,6 +23,7 @@ from funcspec.state import DRAFTING, ROUND_START, Buffers, Lease, SpecState, che
 if TYPE_CHECKING:
     from funcspec.rules import Rule
 
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOTHING_TO_WRITE = 2**31 - 1
 NOTHING_DRAFTED = torch.zeros(0, 0, dtype=torch.int32)
 
@@ -245,13 +246,21 @@ class Transition:
         return window, batch, logits
 
     def wanted(self, num_draft: object) -> torch.Tensor:
-        """Turn the number of drafts a caller asks for into [R] int32 on the device."""
+        """Turn the number of drafts a caller asks for into [R] int32 on the device.
+
+        Numbers are checked; the values of a tensor are not read, as that would wait for the GPU, and are clipped to 0..K later.
+        """
         config = self.config
         most = config.num_speculative_tokens
         if isinstance(num_draft, torch.Tensor):
-            if num_draft.shape != (config.max_num_reqs,) or num_draft.dtype != torch.int32:
-                found = f"{tuple(num_draft.shape)} {num_draft.dtype}"
-                refuse("num_draft", f"an int32 tensor [{config.max_num_reqs}]", found, "give every row a number")
+            if (tuple(num_draft.shape), num_draft.dtype, num_draft.device.type) != (
+                (config.max_num_reqs,),
+                torch.int32,
+                config.device_type,
+            ):
+                found = f"{list(num_draft.shape)} {num_draft.dtype} on {num_draft.device}"
+                expected = f"an int32 tensor [{config.max_num_reqs}] on {config.device}"
+                refuse("num_draft", expected, found, "give every row a number")
             return num_draft
         counts = (
             [most if num_draft is None else num_draft] * config.max_num_reqs
@@ -347,15 +356,15 @@ def run_model(model: Model, pool: Pool, batch: ForwardBatch, count: int) -> torc
     """Run a forward without autograd and check the logits' shape.
 
     Raises:
-        ModelError: the logits are not [count, model.vocab_size] of a float dtype.
+        ModelError: the logits are not [count, model.vocab_size] of float32, bfloat16 or float16.
     """
     with torch.no_grad():
         _, logits, _ = model.forward(pool.kv, batch)
-    if not isinstance(logits, torch.Tensor) or logits.shape != (count, model.vocab_size) or not logits.is_floating_point():
+    if not isinstance(logits, torch.Tensor) or logits.shape != (count, model.vocab_size) or logits.dtype not in LOGITS_DTYPES:
         found = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ModelError(
             f"forward: expected float logits [{count}, {model.vocab_size}], got {found}. "
-            "Fix: return logits at batch.logits_indices only (at all tokens if it is None), as a torch tensor."
+            "Fix: return logits at batch.logits_indices only (at all tokens if it is None), as a float32, bfloat16 or float16 tensor."
         )
     return logits
 

@@ -13,7 +13,7 @@ from funcspec.errors import ArgumentError, ArgumentTypeError, CapacityError, Mod
 from funcspec.models import ChecksumDraft, from_logits
 
 
-def _admit(name: str, error: type[Exception], message: str, gap: str = "", where: str = "state", **arguments: Any) -> Bad:
+def _admit(name: str, error: type[Exception], message: str, where: str = "state", **arguments: Any) -> Bad:
     """A bad `admit` into the world's state; one prompt unless told otherwise."""
     target, drafter = arguments.pop("target", TARGET), arguments.pop("drafter", DRAFTER)
     prompts = arguments.pop("prompts", [[5, 6]])
@@ -21,14 +21,14 @@ def _admit(name: str, error: type[Exception], message: str, gap: str = "", where
     def call(world: World) -> Any:
         return fs.admit(getattr(world, where), target, drafter, prompts, **{"donate": world.donate, **arguments})
 
-    return Bad(f"admit: {name}", call, error, message, gap)
+    return Bad(f"admit: {name}", call, error, message)
 
 
 def _config(name: str, error: type[Exception], message: str, **changes: Any) -> Bad:
     return Bad(f"SpecConfig: {name}", lambda world: CONFIG.replace(**changes), error, message)
 
 
-def _prefill(name: str, error: type[Exception], message: str, num_draft: Any, gap: str = "") -> list[Bad]:
+def _prefill(name: str, error: type[Exception], message: str, num_draft: Any) -> list[Bad]:
     """A bad number of drafts, for both functions that take one."""
     return [
         Bad(
@@ -36,14 +36,12 @@ def _prefill(name: str, error: type[Exception], message: str, num_draft: Any, ga
             lambda world: fs.prefill(world.state, DRAFTER, num_draft=num_draft, donate=world.donate),
             error,
             message,
-            gap,
         ),
         Bad(
             f"step_round: {name}",
             lambda world: fs.step_round(world.state, TARGET, DRAFTER, num_draft=num_draft, donate=world.donate),
             error,
             message,
-            gap,
         ),
     ]
 
@@ -82,18 +80,18 @@ def _prompts() -> Iterator[Bad]:
         yield _admit(f"id {wrong!r}", ArgumentTypeError, r"^prompts\[0\]: expected int token ids, got", prompts=[[5, wrong]])
     yield _admit("float tensor", ArgumentTypeError, r"^prompts\[0\]: expected int token ids, got 5\.0", prompts=[torch.tensor([5.0])])
     yield _admit("2-D tensor", ArgumentTypeError, r"^prompts\[0\]: expected int token ids, got \[5\]", prompts=[torch.tensor([[5]])])
-    gap = "list() of what tolist returns for no dimension"
-    yield _admit("0-D tensor", ArgumentTypeError, r"^prompts\[0\]: expected", gap, prompts=[torch.tensor(5)])
+    yield _admit("0-D tensor", ArgumentTypeError, r"^prompts\[0\]: expected", prompts=[torch.tensor(5)])
     yield _admit("two prompts, one free row", CapacityError, r"^prompts: .*, got 2 prompts for 1 free rows", prompts=[[5], [6]])
 
 
 def _sampling() -> Iterator[Bad]:
     for wrong in (-0.5, NAN, INF, -INF, 0.009, 1e-9, -1):
-        yield _admit(f"temperature {wrong}", ArgumentError, r"^temperature: expected 0 \(greedy\) or .* 0\.01, got", temperature=wrong)
+        yield _admit(
+            f"temperature {wrong}", ArgumentError, r"^temperature: expected 0 \(greedy\) or .* 0\.01 to 1e\+06, got", temperature=wrong
+        )
         yield _admit(f"temperature [{wrong}]", ArgumentError, r"^temperature: expected 0 \(greedy\) or", temperature=[wrong])
     for wrong in (1e39, 10**400):
-        gap = "the state holds float32: infinite there, and a token outside the vocabulary comes of it"
-        yield _admit(f"temperature {float(min(wrong, 1e300)):g}", ArgumentError, r"^temperature: expected", gap, temperature=wrong)
+        yield _admit(f"temperature {float(min(wrong, 1e300)):g}", ArgumentError, r"^temperature: expected", temperature=wrong)
     for wrong in (True, None, [None], ["1"], [True], [[0.5]]):
         yield _admit(f"temperature {wrong!r}", ArgumentTypeError, r"^temperature: expected a number, got", temperature=wrong)
     for wrong in ([], [0.5, 0.5], torch.tensor([0.5]), {0: 0.5}):
@@ -108,8 +106,7 @@ def _sampling() -> Iterator[Bad]:
     for wrong in (True, 3, [], [1, 2]):
         yield _admit(f"seeds {wrong!r}", ArgumentError, r"^seeds: expected 1 seeds, one a prompt", seeds=wrong)
     for wrong in (3.0, np.int64(3), iter([3])):
-        gap = "len() of what has no length"
-        yield _admit(f"seeds {type(wrong).__name__}", ArgumentError, r"^seeds: expected 1 seeds, one a prompt", gap, seeds=wrong)
+        yield _admit(f"seeds {type(wrong).__name__}", ArgumentError, r"^seeds: expected 1 seeds, one a prompt", seeds=wrong)
     for wrong in (True, 1.0, "1", None, [1]):
         yield _admit(f"seed {wrong!r}", ArgumentTypeError, r"^seeds?: expected a 64-bit integer, got", seeds=[wrong])
     for wrong in (2**64, -(2**63) - 1, 10**30):
@@ -128,8 +125,10 @@ def _limits() -> Iterator[Bad]:
     for wrong in ([True], [[5.0]], ["5"], [["5"]], [[None]]):
         yield _admit(f"stop_ids {wrong!r}", ArgumentTypeError, r"^stop_ids: expected int token ids, got", stop_ids=wrong)
     yield _admit("stop_ids for 2", ArgumentError, r"^stop_ids: expected one value or 1, one a prompt", stop_ids=[[1], [2]])
-    for wrong in (5, 0, None, {5}, [5.0], [None], torch.tensor([5, 6]), np.array([5, 6])):
-        yield _admit(f"stop_ids {wrong!r}", ArgumentError, r"^stop_ids: expected", "indexed before it is looked at", stop_ids=wrong)
+    for wrong in (5, 0, None, {5}, torch.tensor([5, 6]), np.array([5, 6])):
+        yield _admit(f"stop_ids {wrong!r}", ArgumentError, r"^stop_ids: expected a list of token ids, or one for each", stop_ids=wrong)
+    for wrong in ([5.0], [None]):
+        yield _admit(f"stop_ids {wrong!r}", ArgumentTypeError, r"^stop_ids: expected int token ids", stop_ids=wrong)
 
 
 def _rows() -> Iterator[Bad]:
@@ -184,7 +183,7 @@ def _num_draft() -> Iterator[Bad]:
     count = r"^num_draft: expected an int or 3 ints, got"
     for wrong in (1.0, NAN, [], [1, 1], [1] * 4, "3", {0: 1}, np.array([1, 1, 1], dtype=np.int32), np.int64(1)):
         yield from _prefill(f"num_draft {wrong!r}", ArgumentError, count, wrong)
-    kind = r"^num_draft: expected an int32 tensor \[3\], got"
+    kind = r"^num_draft: expected an int32 tensor \[3\] on cpu, got \["
     wrong_tensors = (
         torch.tensor(1),
         torch.tensor([1, 1, 1]),
@@ -195,23 +194,22 @@ def _num_draft() -> Iterator[Bad]:
     for wrong in (*wrong_tensors, torch.ones(3, dtype=torch.bool)):
         yield from _prefill(f"num_draft {tuple(wrong.shape)} {wrong.dtype}", ArgumentError, kind, wrong)
     elsewhere = torch.ones(3, dtype=torch.int32, device="meta")
-    yield from _prefill("num_draft elsewhere", ArgumentError, r"^num_draft: expected", elsewhere, "its device is not looked at")
+    yield from _prefill("num_draft elsewhere", ArgumentError, r"^num_draft: expected", elsewhere)
     for wrong in (-1, 99, "3"):
         yield Bad(
             f"step_round: num_draft {wrong!r} without drafter",
             lambda world, wrong=wrong: fs.step_round(world.plain, TARGET, None, num_draft=wrong, donate=world.donate),
             ArgumentError,
             r"^num_draft: expected",
-            "not looked at without a drafter",
         )
 
 
 def _generates() -> Iterator[Bad]:
     """`generate` refuses before it yields anything."""
 
-    def bad(name: str, error: type[Exception], message: str, gap: str = "", **changes: Any) -> Bad:
+    def bad(name: str, error: type[Exception], message: str, **changes: Any) -> Bad:
         arguments = {"config": CONFIG, "target": TARGET, "drafter": DRAFTER, "prompts": [[5, 6]], **changes}
-        return Bad(f"generate: {name}", lambda world: fs.generate(**arguments), error, message, gap)
+        return Bad(f"generate: {name}", lambda world: fs.generate(**arguments), error, message)
 
     yield bad("config", ArgumentTypeError, r"^config: expected a SpecConfig, got str", config="config")
     yield bad("target", ArgumentTypeError, r"^target: expected a Model", target="gpt2")

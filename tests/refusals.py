@@ -83,8 +83,6 @@ class Bad:
     call: Callable[[World], Any]
     error: type[Exception]
     message: str
-    gap: str = ""
-    """Why the refusal is still missing or unclear; empty where it is right."""
 
 
 def refusal(bad: Bad, world: World) -> Exception:
