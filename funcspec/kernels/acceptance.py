@@ -226,9 +226,8 @@ def accept_matching_host_(
     width = out_tokens.shape[1]
     out_tokens.fill(NO_TOKEN)
     out_origin.fill(-1)
-    for out in (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row):
-        out.fill(0)
-    for row in is_live.nonzero()[0]:
+    out_num_accepted[:] = out_num_emitted[:] = out_num_drafted[:] = out_bad_row[:] = 0
+    for row in is_live.nonzero()[0].tolist():
         choice = chosen[row * width : (row + 1) * width].tolist()
         n, limit, drafts = int(num_tokens[row]), int(row_limit[row]), int(min(num_draft[row], num_drafted[row]))
         drafted = tokens[row, n : n + drafts].tolist()
@@ -242,14 +241,14 @@ def accept_matching_host_(
         if emitted == kept + 1:
             out_origin[row, kept] = RECOVERED if kept < drafts else BONUS
         out_num_accepted[row], out_num_emitted[row], out_num_drafted[row] = min(kept, emitted), emitted, drafts
-        out_bad_row[row] = int(bad[row * width : row * width + emitted].any())
+        if any(bad[row * width : row * width + emitted].tolist()):
+            bad_row[row] = out_bad_row[row] = 1
         num_tokens[row] = n + emitted
         stopped = emitted > 0 and choice[emitted - 1] in stops
-        finish_reason[row] = STOPPED if stopped else AT_LENGTH if n + emitted >= limit else NOT_FINISHED
+        if stopped or n + emitted >= limit:
+            is_live[row], finish_reason[row] = 0, STOPPED if stopped else AT_LENGTH
     num_draft.fill(0)
     num_drafted.fill(0)
-    is_live[finish_reason != NOT_FINISHED] = 0
-    np.maximum(bad_row, out_bad_row, out=bad_row)
 
 
 accept_matching_ = Op(
