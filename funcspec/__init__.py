@@ -1,6 +1,6 @@
 """Speculative decoding of language models as values and functions."""
 
-from funcspec import drafters, models, rules
+from funcspec import drafters, graphs, models, rules
 from funcspec.admission import Admitted, admit, init, release
 from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, FuncspecError
@@ -31,6 +31,7 @@ __all__ = [
     "drafters",
     "fork",
     "generate",
+    "graphs",
     "init",
     "models",
     "prefill",

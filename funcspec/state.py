@@ -201,6 +201,12 @@ class Buffers:
             getattr(packed, name).copy_(self.views[name])
         return packed
 
+    def copy_(self, other: "Buffers") -> None:
+        """Take over the contents of other buffers, both in arenas: one memcpy."""
+        assert self.arena is not None
+        assert other.arena is not None
+        self.arena.copy_(other.arena)
+
 
 @dataclasses.dataclass(frozen=True)
 class Partner:

@@ -232,8 +232,7 @@ class Transition:
             draft_limit=min(model.max_len, config.max_model_len),
             out_tokens=self.out_drafts,
         )
-        assert self.draft is not None
-        self.draft = self.draft.advance(guarded=True)
+        self.advance("draft", guarded=True)
 
     def score(self, model: Model) -> tuple[Window, ForwardBatch, torch.Tensor]:
         """Run the target over the newest token and the drafts of every row; logits [R * (K + 1), V]."""
@@ -242,7 +241,7 @@ class Transition:
         self.prepare_write("target")
         window, batch = self.window("target", VERIFY, width, limit=config.max_model_len, all_logits=True)
         logits = self.forward("target", model, batch, config.max_num_reqs * width)
-        self.target = self.target.advance(guarded=True)
+        self.advance("target", guarded=True)
         return window, batch, logits
 
     def wanted(self, num_draft: object) -> torch.Tensor:
@@ -306,6 +305,10 @@ class Transition:
                 "drafter: expected the drafter the state was made with, got one for a state without a drafter. Fix: pass it to init."
             )
         return branch
+
+    def advance(self, role: str, *, guarded: bool) -> None:
+        """Become the tip of the role's branch after a write."""
+        self._set_branch(role, self._branch(role).advance(guarded=guarded))
 
     def _set_branch(self, role: str, branch: Branch) -> None:
         if role == "target":

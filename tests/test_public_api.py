@@ -24,6 +24,7 @@ NAMES = [
     "drafters",
     "fork",
     "generate",
+    "graphs",
     "init",
     "models",
     "prefill",

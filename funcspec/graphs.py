@@ -1,0 +1,175 @@
+"""Whole rounds as one CUDA graph: one launch, no waiting, no allocation.
+
+A captured step is donated by nature: it works in buffers of its own, at addresses that never change. What varies from round to
+round is data: drafts wanted, lengths, block tables, who is live. `admit` and `release` with `donate=True` write in place between
+replays.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funcspec.errors import BackendError, StateError, StepOrderError, refuse
+from funcspec.pool import Branch
+from funcspec.state import SCORED, Buffers, Lease, SpecState, check_phase, check_state, name_step
+from funcspec.transition import Transition
+
+WARM_UPS = 3
+
+
+class Captured:
+    """A step recorded by `capture`; call it with a state.
+
+    Attributes:
+        name: the step's name, for messages.
+        info: the info record that every replay writes anew.
+    """
+
+    def __init__(self, name: str, graph: torch.cuda.CUDAGraph, before: Lease, after: Lease, info: Any) -> None:
+        self.name = name
+        self.info = info
+        self._graph = graph
+        self._buffers = after.buffers
+        self._before, self._after = before.phase, after.phase
+        self._draft_steps = after.draft_steps
+        self._pools = {"target": after.target.pool, "draft": None if after.draft is None else after.draft.pool}
+        # By role: whether the step writes KV, and whether its result relies on places past the committed length.
+        self._writes = {"target": _written(before.target, after.target), "draft": _written(before.draft, after.draft)}
+        self._owner: weakref.ref[SpecState] | None = None
+
+    def __call__(self, state: SpecState, *, copy: bool = True) -> tuple[SpecState, Any]:
+        """Replay the step on a state, which is dead afterwards.
+
+        A state that does not live in the captured buffers yet is copied there first (one copy of the arena).
+
+        Args:
+            state: a live state of the configuration and models of the capture, at the same point of a round.
+            copy: return a copy of the info record; False returns the record itself, which the next replay overwrites.
+
+        Returns:
+            the new state and the info record.
+
+        Raises:
+            StateError: another live state still uses the captured buffers, or the state has other models.
+            StepOrderError: the state is at another point of the round.
+            PoolExhaustedError: no room to copy on write. In all cases nothing was written.
+        """
+        lease = check_state(state, self.name).lease
+        check_phase(state, self.name, (self._before,), "replay at the point of the round that was captured")
+        draft_pool = None if lease.draft is None else lease.draft.pool
+        if lease.target.pool is not self._pools["target"] or draft_pool is not self._pools["draft"]:
+            raise StateError(
+                "state: expected a state of the pools that were captured, got one of others. "
+                "Fix: capture again for a state that another init or restore made."
+            )
+        owner = self._owner() if self._owner is not None else None
+        if lease.buffers is not self._buffers and owner is not None and owner.lease.dead is None:
+            raise StateError(
+                "state: expected the state that the last replay returned, got another while that one lives. "
+                "Fix: go on with that state, drop it, fork it and drop it, or capture a second graph."
+            )
+        step = Transition(state, self.name, donate=True)
+        for role, (writes, _) in self._writes.items():
+            if writes:
+                step.prepare_write(role)
+        if step.fields is not self._buffers:
+            self._buffers.copy_(step.fields)
+            step.fields = self._buffers
+        self._graph.replay()
+        for role, (writes, guarded) in self._writes.items():
+            if writes:
+                step.advance(role, guarded=guarded)
+        new = step.close(self._after, draft_steps=self._draft_steps)
+        self._owner = weakref.ref(new)
+        return new, _clone(self.info) if copy else self.info
+
+
+def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *arguments: Any, **settings: Any) -> Captured:
+    """Record a step, or any composition of steps, as one CUDA graph.
+
+    The step is run a few times on an idle twin of the state (kernels compile, scratch is allocated), then recorded. The state
+    itself is neither changed nor consumed.
+
+    Args:
+        step: takes a state, the arguments and `donate=True`; returns a state and an info record, for example
+            `funcspec.step_round`. It may not read the device on the host, nor end between `score` and `accept`.
+        state: a state on a GPU, at the point of a round where the step begins.
+        *arguments, **settings: passed to the step. Tensors among them, such as `num_draft`, are read anew at every replay: write
+            to them in place.
+
+    Returns:
+        the captured step.
+
+    Raises:
+        BackendError: the state is not on a GPU, or the step does something that cannot be captured.
+
+    Example:
+        ```
+        wanted = torch.full((4,), 3, dtype=torch.int32, device="cuda")
+        captured = graphs.capture(fs.step_round, state, target, drafter, num_draft=wanted)
+        while fs.any_active(state):
+            state, verdict = captured(state)
+        ```
+    """
+    lease = check_state(state, "capture").lease
+    if state.config.device_type != "cuda":
+        refuse("state", "a state on a GPU", f"one on {state.config.device}", "set SpecConfig.device to 'cuda'", BackendError)
+    name = f"captured {getattr(step, '__name__', 'step')}"
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            step(_twin(state, Buffers.filled(state.config)), *arguments, donate=True, **settings)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    twin = _twin(state, lease.buffers.packed())
+    before = twin.lease
+    branches = before.target, before.draft
+    try:
+        with torch.cuda.graph(graph):
+            new, info = step(twin, *arguments, donate=True, **settings)
+    except RuntimeError as error:
+        raise BackendError(
+            f"step: expected a step that never reads the device on the host, got {type(error).__name__} while {name} was recorded: "
+            f"{str(error).splitlines()[0]}. Fix: leave printing, .tolist() and .item() out of it, and use models that do not wait."
+        ) from error
+    if new.lease.phase == SCORED:
+        raise StepOrderError(
+            "step: expected one that ends at a round's start or while drafting, got one that ends scored. Fix: add accept."
+        )
+    before.target, before.draft = branches  # the donated twin has let go of them
+    return Captured(name, graph, before, new.lease, info)
+
+
+def _twin(state: SpecState, buffers: Buffers) -> SpecState:
+    """A state over `buffers` at the same point of the round, whose rows hold no blocks: what is recorded does not depend on them."""
+    lease, rows = state.lease, (None,) * state.config.max_num_reqs
+    draft = None if lease.draft is None else Branch(lease.draft.pool, rows)
+    known = [0] * state.config.max_num_reqs
+    target = Branch(lease.target.pool, rows)
+    twin = Lease(buffers, name_step("capture"), target, draft, lease.models, known, lease.phase, None, lease.draft_steps)
+    return SpecState(state.config, twin)
+
+
+def _written(before: Branch | None, after: Branch | None) -> tuple[bool, bool]:
+    """Whether a branch was written to, and whether it ended with a guard."""
+    if before is None or after is None:
+        return False, False
+    return after.version != before.version, after.guard is not None
+
+
+def _clone(info: Any) -> Any:
+    """An info record with its tensors copied."""
+    if isinstance(info, torch.Tensor):
+        return info.clone()
+    if isinstance(info, tuple | list):
+        return type(info)(map(_clone, info))
+    if dataclasses.is_dataclass(info) and not isinstance(info, type):
+        return dataclasses.replace(info, **{f.name: _clone(getattr(info, f.name)) for f in dataclasses.fields(info)})
+    return info
+
+
+__all__ = ["Captured", "capture"]
