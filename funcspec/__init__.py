@@ -1,6 +1,6 @@
 """Speculative decoding of language models as values and functions."""
 
-from funcspec import drafters, graphs, models, rules
+from funcspec import drafters, graphs, interop, models, rules
 from funcspec.admission import Admitted, admit, init, release
 from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, FuncspecError
@@ -33,6 +33,7 @@ __all__ = [
     "generate",
     "graphs",
     "init",
+    "interop",
     "models",
     "prefill",
     "release",

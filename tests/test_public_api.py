@@ -26,6 +26,7 @@ NAMES = [
     "generate",
     "graphs",
     "init",
+    "interop",
     "models",
     "prefill",
     "release",
