@@ -212,7 +212,10 @@ def report(job: Job, run: Run, found: Statistics, comparison: Comparison | None)
 
 
 def as_json(run: Run, found: Statistics, texts: list[str], comparison: Comparison | None) -> str:
-    """The same as one JSON object; `text` and `tokens` are lists when there are several prompts."""
+    """The same as one JSON object.
+
+    With several prompts `text` and `tokens` are lists, and `first_difference` is a prompt and a place instead of a place.
+    """
     single = len(texts) == 1
     result: dict[str, object] = {
         "text": texts[0] if single else texts,
@@ -227,9 +230,10 @@ def as_json(run: Run, found: Statistics, texts: list[str], comparison: Compariso
         "verify_seconds": run.verify_seconds,
     }
     if comparison is not None:
+        difference = comparison.first_difference
         result |= {
             "identical": comparison.identical,
-            "first_difference": list(comparison.first_difference) if comparison.first_difference else None,
+            "first_difference": difference and (difference[1] if single else list(difference)),
             "margin": comparison.margin,
             "plain_seconds": comparison.plain_seconds,
             "speedup": comparison.plain_seconds / run.seconds,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from funcspec import drafters, rules
-from funcspec.cli import Comparison, Job, Printer, compare, main, parser, report, run_job
+from funcspec.cli import Comparison, Job, Printer, as_json, compare, main, parser, report, run_job
 from funcspec.generation import Emission
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import ChecksumDraft, ChecksumModel, smollm2
@@ -55,6 +55,17 @@ def test_a_difference_is_reported_with_its_margin() -> None:
     assert not found.identical and found.first_difference == (0, 4)
     assert found.margin == pytest.approx(1.125)  # the toy prefers its best token by 1 + 1/8
     assert "prompt 0, token 4: margin 1.1" in report(job, run, statistics(run.emissions, 3), found)
+
+
+def test_json_of_a_difference() -> None:
+    job = toy_job()
+    run = run_job(job)
+    counts = statistics(run.emissions, 3)
+    several = json.loads(as_json(run, counts, ["a", "b"], Comparison(False, (1, 4), 0.25, 1.0)))
+    assert several["first_difference"] == [1, 4] and several["margin"] == 0.25 and several["text"] == ["a", "b"]
+    run.outputs.pop()
+    assert json.loads(as_json(run, counts, ["a"], Comparison(False, (0, 4), 0.25, 1.0)))["first_difference"] == 4
+    assert json.loads(as_json(run, counts, ["a"], Comparison(True, None, None, 1.0)))["first_difference"] is None
 
 
 def test_statistics_of_nothing_are_zero() -> None:
