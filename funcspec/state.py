@@ -9,6 +9,7 @@ scratch live in the pools outside it.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +20,9 @@ import torch.utils._pytree as torch_pytree
 
 from funcspec.config import SpecConfig
 from funcspec.constants import NO_TOKEN, PAD_SLOT
-from funcspec.errors import ArgumentTypeError, DonatedStateError, StateError, refuse
+from funcspec.errors import ArgumentTypeError, DonatedStateError, StepOrderError, refuse
 from funcspec.kernels.acceptance import NOT_FINISHED
+from funcspec.noise import split_seed
 from funcspec.pool import STRANGER, Branch
 
 ALIGNMENT = 64
@@ -149,6 +151,7 @@ class Buffers:
         self.views = views or {}
 
     @staticmethod
+    @functools.cache
     def layout(config: SpecConfig) -> tuple[dict[str, tuple[int, int]], int]:
         """Byte offset and size of each field, and the arena's size."""
         places, at = {}, 0
@@ -357,8 +360,6 @@ def fork(state: SpecState, *, seeds: Sequence[int] | None = None) -> SpecState:
         DonatedStateError: the state is dead.
         ArgumentError: the number of seeds is not R.
     """
-    from funcspec.noise import split_seed
-
     lease = check_state(state, "fork").lease
     words = None
     if seeds is not None:
@@ -401,10 +402,8 @@ def any_active(state: SpecState) -> bool:
 
 def check_phase(state: SpecState, step: str, expected: tuple[str, ...], fix: str) -> None:
     """Refuse a step at the wrong point of a round."""
-    from funcspec.errors import StepOrderError
-
     if state.lease.phase not in expected:
         raise StepOrderError(f"state: expected phase {' or '.join(map(repr, expected))} for {step}, got {state.lease.phase!r}. Fix: {fix}.")
 
 
-__all__ = ["ARRAY_FIELDS", "SpecState", "StateError", "any_active", "field_shape", "fork"]
+__all__ = ["ARRAY_FIELDS", "SpecState", "any_active", "field_shape", "fork"]
