@@ -234,7 +234,7 @@ class Lease:
         known_num_tokens: per row a lower bound of the committed length that the host knows.
     """
 
-    __slots__ = ("born", "buffers", "dead", "draft", "draft_steps", "known_num_tokens", "models", "phase", "stamp", "target")
+    __slots__ = ("__weakref__", "born", "buffers", "dead", "draft", "draft_steps", "known_num_tokens", "models", "phase", "stamp", "target")
 
     def __init__(
         self,
