@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from funcspec.state import any_active
 from funcspec.steps import decode, prefill, verify
 
 DEFAULT_PROMPT = "Write a Python function that reverses a string."
+NEAR_TIE = 0.01  # a hundred times what fp32 logits differ between passes of different shape
 COLOURS = ("\x1b[32m", "\x1b[33m", "\x1b[36m")  # accepted drafts, recovered, bonus
 PLAIN = "\x1b[0m"
 
@@ -205,8 +206,9 @@ def report(job: Job, run: Run, found: Statistics, comparison: Comparison | None)
             lines.append("identical to one-token plain decoding: yes")
         else:
             prompt, place = comparison.first_difference
+            judged = "a near-tie" if comparison.margin is not None and comparison.margin < NEAR_TIE else "NOT a near-tie"
             lines.append(
-                f"differs from one-token plain decoding at prompt {prompt}, token {place}: margin {comparison.margin:.2g} (a near-tie)"
+                f"differs from one-token plain decoding at prompt {prompt}, token {place}: margin {comparison.margin:.2g}, {judged}"
             )
     return "\n".join(lines)
 
@@ -241,6 +243,18 @@ def as_json(run: Run, found: Statistics, texts: list[str], comparison: Compariso
     return json.dumps(result)
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    """A whole number of at least `least`, for argparse."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="funcspec", description="Speculative decoding of language models.")
@@ -253,15 +267,15 @@ def parser() -> argparse.ArgumentParser:
     )
     make.add_argument("--prompt", action="append", help="a user message; repeat it for a batch")
     make.add_argument("--raw", action="store_true", help="continue the prompt as plain text instead of answering it")
-    make.add_argument("--max-tokens", type=int, default=96, help="most tokens for each prompt (default 96)")
-    make.add_argument("--num-speculative-tokens", type=int, default=3, help="drafts in a round (default 3)")
+    make.add_argument("--max-tokens", type=_at_least(1), default=96, help="most tokens for each prompt (default 96)")
+    make.add_argument("--num-speculative-tokens", type=_at_least(0), default=3, help="drafts in a round (default 3)")
     make.add_argument("--rule", choices=("greedy", "coupled"), help="default: greedy at temperature 0, else coupled")
     make.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     make.add_argument("--seed", type=int, default=0, help="seed of the first prompt; the next ones count up")
     make.add_argument("--drafter", choices=("standalone", "none"), default="standalone", help="none decodes plainly")
     make.add_argument("--compare", action="store_true", help="decode plainly too and compare tokens and time")
     make.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
-    make.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    make.add_argument("--threads", type=_at_least(1), help="CPU threads (default: torch's own choice)")
     return top
 
 

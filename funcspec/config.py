@@ -89,6 +89,8 @@ class SpecConfig:
             kind = self.device_type
         except (RuntimeError, TypeError) as error:
             refuse("device", "a device that torch knows", repr(self.device), f"use 'cpu' or 'cuda' ({error})")
+        if kind not in ("cpu", "cuda"):
+            refuse("device", "'cpu' or 'cuda'", repr(self.device), "use one of these")
         if kind == "cuda" and not torch.cuda.is_available():
             refuse("device", "a device of this machine", repr(self.device), "install a CUDA build of torch, or use 'cpu'")
         if self.num_kv_blocks * self.block_size >= MAX_SLOTS:

@@ -6,7 +6,6 @@ replays.
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,6 @@ class Captured:
         self._pools = {"target": after.target.pool, "draft": None if after.draft is None else after.draft.pool}
         # By role: whether the step writes KV, and whether its result relies on places past the committed length.
         self._writes = {"target": _written(before.target, after.target), "draft": _written(before.draft, after.draft)}
-        self._owner: weakref.ref[Lease] | None = None
 
     def __call__(self, state: SpecState, *, copy: bool = True) -> tuple[SpecState, Any]:
         """Replay the step on a state, which is dead afterwards.
@@ -65,8 +63,8 @@ class Captured:
                 "state: expected a state of the pools that were captured, got one of others. "
                 "Fix: capture again for a state that another init or restore made."
             )
-        owner = self._owner() if self._owner is not None else None
-        if lease.buffers is not self._buffers and owner is not None and owner.dead is None:
+        holder = self._buffers.holder() if self._buffers.holder is not None else None
+        if lease.buffers is not self._buffers and holder is not None and holder.dead is None:
             raise StateError(
                 "state: expected the state that the last replay returned, got another while that one lives. "
                 "Fix: go on with that state, drop it, fork it and drop it, or capture a second graph."
@@ -83,7 +81,6 @@ class Captured:
             if writes:
                 step.advance(role, guarded=guarded)
         new = step.close(self._after, draft_steps=self._draft_steps)
-        self._owner = weakref.ref(new.lease)  # shared by all aliases of the state
         return new, _clone(self.info) if copy else self.info
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from funcspec.errors import refuse
 from funcspec.generation import Emission
 
 
@@ -58,6 +59,8 @@ def statistics(emissions: Iterable[Emission], num_speculative_tokens: int) -> St
     for emission in emissions:
         if emission.round == 0:
             continue
+        if emission.num_drafted > num_speculative_tokens:
+            refuse("num_speculative_tokens", f"at least {emission.num_drafted}, as many as were drafted", num_speculative_tokens, "pass K")
         rounds += 1
         emitted += len(emission.tokens)
         for place in range(emission.num_drafted):

@@ -5,9 +5,13 @@ A chain of states shares blocks and appends in place. Three rules keep every old
 1. *One tip.* Each written version of a branch has one tip; only the tip appends in place. Stepping any other state gives the
    writer its own copy of every block from the first position the step writes (`Branch.prepare_write`).
 2. *Prefixes are shared.* A step never writes below the committed length of any ancestor, so what a state at a round
-   boundary relies on is never overwritten.
+   boundary relies on is never overwritten. (Siblings with different lengths come of accepting one score twice; then each
+   copies before it writes.)
 3. *Guards.* A state in mid-round relies on places past the committed length too (drafted or scored ones). It holds a guard,
    and while anyone holds it, the next round does not reuse those places but copies.
+
+Who calls what: a step that writes KV calls `prepare_write` before its forward and `advance` after it (guarded: `prefill`,
+`decode`, `score`); `accept` calls `settle` on the target's branch and `release_guard` on the draft's.
 
 Everything here is host bookkeeping; nothing waits for the GPU.
 """
@@ -197,8 +201,14 @@ class Branch:
         return Branch(self.pool, self.rows, self.tip, self.tip.version, guard)
 
     def settle(self) -> "Branch":
-        """Commit what was scored. The first to do so becomes the tip; later ones keep the guard over what they rely on."""
-        return self.advance(guarded=False) if self.tip.version == self.version else self
+        """Commit what was scored. The first to do so becomes the tip; later ones keep the guard over what they rely on.
+
+        Two outcomes of one score may rely on different lengths of it, so when there is a second one, neither writes in place.
+        """
+        if self.tip.version == self.version:
+            return self.advance(guarded=False)
+        self.tip.version += 1
+        return self
 
     def release_guard(self) -> "Branch":
         """Give up places past the committed length without becoming the tip."""

@@ -101,6 +101,8 @@ def snapshot(state: SpecState, *, kv: bool = True) -> Snapshot:
     check_phase(check_state(state, "snapshot"), "snapshot", (ROUND_START, DRAFTING), "accept the scores first")
     lease, buffers = state.lease, state.lease.buffers
     fields = {name: getattr(buffers, name).detach().cpu().numpy().copy() for name in ARRAY_FIELDS if name not in _TABLES}
+    for values in fields.values():
+        values.flags.writeable = False
     lengths = {"target": np.maximum(fields["num_tokens"] - 1, 0)}
     branches = {"target": lease.target}
     if lease.draft is not None:
@@ -134,10 +136,13 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     models: dict[str, Model | None] = {"target": target, "draft": drafter.kv_model if drafter is not None else None}
     buffers = Buffers.filled(config)
     for name, values in snapshot.fields.items():
-        getattr(buffers, name).copy_(torch.from_numpy(values))
+        getattr(buffers, name).copy_(torch.from_numpy(values.copy()))
     branches: dict[str, Branch] = {}
     for role, cache in snapshot.caches.items():
-        branch = branches[role] = _fill_cache(role, cache, models.get(role), config, snapshot.fields)
+        branch = _fill_cache(role, cache, models.get(role), config, snapshot.fields)
+        if role == "draft" and snapshot.phase == DRAFTING:
+            branch = branch.advance(guarded=True)  # a state in mid-round relies on places past its committed length
+        branches[role] = branch
         table = buffers.block_tables if role == "target" else buffers.draft_block_tables
         table.copy_(branch.table(config.blocks_per_row))
     known = snapshot.fields["num_tokens"].tolist()

@@ -11,6 +11,7 @@ scratch live in the pools outside it.
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.utils._pytree as torch_pytree
 
 from funcspec.config import SpecConfig
 from funcspec.constants import NO_TOKEN, PAD_SLOT
-from funcspec.errors import ArgumentTypeError, DonatedStateError, StepOrderError, refuse
+from funcspec.errors import ArgumentTypeError, DonatedStateError, StateError, StepOrderError, refuse
 from funcspec.kernels.acceptance import NOT_FINISHED
 from funcspec.noise import split_seed
 from funcspec.pool import STRANGER, Branch
@@ -77,6 +78,8 @@ class SpecState:
     def __init__(self, config: SpecConfig, lease: "Lease", **arrays: Any) -> None:
         """Wrap arrays; states are normally made by `init`, by steps, or by `dataclasses.replace`."""
         lease.check("rebuilding")
+        if config is not lease.buffers.config and config != lease.buffers.config:
+            refuse("config", "the configuration the state was made with", "another", "make a new state with init", StateError)
         self.__dict__["config"] = config
         if arrays and any(arrays[name] is not lease.buffers.views.get(name) for name in ARRAY_FIELDS):
             lease = lease.loosened(arrays)
@@ -143,10 +146,12 @@ class Buffers:
     Attributes:
         arena: [bytes] uint8, or None while the fields are loose arrays that a caller put in.
         views: the views made so far, by field name.
+        holder: the newest lease over these buffers.
     """
 
     def __init__(self, config: SpecConfig, arena: torch.Tensor | None, views: dict[str, Any] | None = None) -> None:
         self.config = config
+        self.holder: weakref.ref[Lease] | None = None
         self.arena = arena
         self.views = views or {}
 
@@ -249,6 +254,7 @@ class Lease:
         draft_steps: int = 0,
     ) -> None:
         self.buffers = buffers
+        buffers.holder = weakref.ref(self)
         self.born = born
         self.dead: str | None = None
         self.phase = phase
@@ -275,13 +281,17 @@ class Lease:
     def revive(self, buffers: Buffers, target: Branch, draft: Branch | None) -> None:
         """Undo `kill` for a round that failed, with what its last step left."""
         self.dead, self.buffers, self.target, self.draft = None, buffers, target, draft
+        buffers.holder = weakref.ref(self)
 
     def loosened(self, arrays: dict[str, Any]) -> "Lease":
         """Return a lease over arrays that a caller put in place of the views.
 
         Nothing is known about their values, so such a state never appends in place: its first write copies blocks.
         """
-        loose = Buffers(self.buffers.config, None, dict(arrays))
+        views = self.buffers.views
+        # What was not replaced is copied: the arena may be written when the state it belongs to is donated.
+        own = {name: array.clone() if array is views.get(name) else array for name, array in arrays.items()}
+        loose = Buffers(self.buffers.config, None, own)
         target = dataclasses.replace(self.target, version=STRANGER)
         draft = None if self.draft is None else dataclasses.replace(self.draft, version=STRANGER)
         known = [0] * len(self.known_num_tokens)

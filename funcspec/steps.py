@@ -154,7 +154,7 @@ def score(state: SpecState, target: Model, *, donate: bool = False) -> tuple[Spe
     _, _, logits = step.score(target)
     stamp = object()
     shape = (step.config.max_num_reqs, step.config.num_speculative_tokens + 1, target.vocab_size)
-    return step.close(SCORED, stamp=stamp), Scores(logits.view(shape), stamp)
+    return step.close(SCORED, stamp=stamp), Scores(logits.reshape(shape).clone(), stamp)
 
 
 def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[SpecState, Verdict]:
@@ -189,7 +189,7 @@ def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[S
     step = Transition(state, "accept", donate=donate)
     width = shape[1]
     window, batch = step.window("target", VERIFY, width, limit=config.max_model_len, all_logits=True)
-    return _accept(step, window, batch, scores.logits.reshape(-1, shape[2]))
+    return _accept(step, window, batch, scores.logits.detach().reshape(-1, shape[2]))
 
 
 def verify(state: SpecState, target: Model, *, donate: bool = False) -> tuple[SpecState, Verdict]:
@@ -232,7 +232,7 @@ def step_round(
         the new state and the round's `Verdict`.
     """
     if drafter is None:
-        if num_draft not in (None, 0):
+        if num_draft is not None and (type(num_draft) is not int or num_draft != 0):
             refuse("num_draft", "None or 0 without a drafter", repr(num_draft)[:60], "pass a drafter")
         return verify(state, target, donate=donate)
     check_partner("target", target, check_state(state, "step_round").lease.models["target"], state.lease.target.pool)
@@ -254,14 +254,13 @@ def _drafting_step(
     if not hasattr(drafter, "first"):
         refuse("drafter", "a drafter", type(drafter).__name__, "call verify alone to decode without drafts", ArgumentTypeError)
     step = Transition(state, name, donate=donate)
-    config = step.config
-    step.out_drafts = torch.empty(config.max_num_reqs, config.num_speculative_tokens, dtype=torch.int32, device=config.device)
     if first:
         drafter.first(step, step.wanted(num_draft))
     else:
         drafter.next(step)
     count = 1 if first else step.draft_steps + 1
-    return step.close(DRAFTING, draft_steps=count), Draft(step.out_drafts, step.fields.num_draft.clone(), count)
+    draft = Draft(step.drafts(), step.fields.num_draft.clone(), count)
+    return step.close(DRAFTING, draft_steps=count), draft
 
 
 def _open_scoring(state: SpecState, target: Model, name: str, donate: bool) -> Transition:

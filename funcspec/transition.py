@@ -6,12 +6,11 @@ not. Drafters and rules work on a transition; they never see how purity, donatio
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from funcspec.constants import NO_ROW, NO_TOKEN
-from funcspec.errors import ModelError, refuse
+from funcspec.errors import ModelError, StepOrderError, refuse
 from funcspec.kernels.append_drafts import append_drafts_
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
 from funcspec.kernels.kv_cache import copy_blocks_
@@ -20,12 +19,8 @@ from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import BlockCopies, Branch, Pool
 from funcspec.state import DRAFTING, ROUND_START, Buffers, Lease, SpecState, check_state, name_step
 
-if TYPE_CHECKING:
-    from funcspec.rules import Rule
-
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOTHING_TO_WRITE = 2**31 - 1
-NOTHING_DRAFTED = torch.zeros(0, 0, dtype=torch.int32)
 
 
 class Window:
@@ -66,7 +61,6 @@ class Transition:
         fields: the small buffers to read and, after the forward, to write.
         target, draft: the branches as they will be in the new state.
         phase, stamp, draft_steps: where in a round the input state is.
-        out_drafts: [R, K] int32, where a drafting step leaves the round's drafts for its caller.
     """
 
     def __init__(self, state: SpecState, step: str, *, donate: bool) -> None:
@@ -75,7 +69,6 @@ class Transition:
             refuse("donate", "True or False", repr(donate), "pass a bool")
         self.config = state.config
         self.name = name_step(step)
-        self._state = state
         lease = state.lease
         lease.target.pool.check_thread(step)
         self._lease = lease
@@ -86,7 +79,7 @@ class Transition:
         self.fields: Buffers = lease.buffers if self._reuses else lease.buffers.packed()
         self.known_num_tokens = lease.known_num_tokens
         self.phase, self.stamp, self.draft_steps = lease.phase, lease.stamp, lease.draft_steps
-        self.out_drafts: torch.Tensor = NOTHING_DRAFTED
+        self._drafts: torch.Tensor | None = None
 
     def prepare_write(self, role: str) -> None:
         """Make sure the step may write the role's KV: in place for the tip, else into copies of the blocks it will touch.
@@ -201,23 +194,27 @@ class Transition:
         )
         return choice
 
-    def draft_once(self, model: Model, *, first: bool, token_ids: torch.Tensor | None, rule: "Rule", wanted: torch.Tensor) -> None:
+    def draft_once(self, model: Model, *, first: bool, token_ids: torch.Tensor | None, wanted: torch.Tensor) -> None:
         """Draft one token a row with a model that has its own KV: derive inputs, run, sample, append.
+
+        It may be called once in a step: small buffers are written only after a step's last forward.
 
         Args:
             model: the draft model.
             first: whether this is draft step 0, which feeds everything committed since the last round.
             token_ids: [V] int32 draft id to target id, or None where they are the same.
-            rule: says which random stream drafts are drawn from.
             wanted: [R] int32, drafts asked for this round; read at step 0.
         """
         config = self.config
+        if self._drafts is not None:
+            raise StepOrderError("drafter: expected one call of draft_once in a step, got two. Fix: write once, after the last forward.")
         self.prepare_write("draft")
         width = config.num_speculative_tokens + 1 if first else 1
         window, batch = self.window("draft", FEED if first else DRAFTED, width, limit=model.max_len)
         logits = self.forward("draft", model, batch, config.max_num_reqs)
-        choice = self.choose("draft", logits, window, batch, stream=rule.draft_stream, token_ids=token_ids)
+        choice = self.choose("draft", logits, window, batch, stream=config.rule.draft_stream, token_ids=token_ids)
         fields = self.fields
+        self._drafts = torch.empty(config.max_num_reqs, config.num_speculative_tokens, dtype=torch.int32, device=config.device)
         append_drafts_(
             first=first,
             chosen=choice.tokens,
@@ -230,9 +227,18 @@ class Transition:
             num_drafted=fields.num_drafted,
             draft_len=fields.draft_len,
             draft_limit=min(model.max_len, config.max_model_len),
-            out_tokens=self.out_drafts,
+            out_tokens=self._drafts,
         )
         self.advance("draft", guarded=True)
+
+    def drafts(self) -> torch.Tensor:
+        """This round's drafts so far, [R, K] int32 of its own, -1 where there is none."""
+        if self._drafts is None:  # a drafter that needed no pass in this step
+            fields = self.fields
+            lane = torch.arange(self.config.num_speculative_tokens, device=self.config.device)
+            places = (fields.num_tokens[:, None] + lane).clamp_(max=self.config.max_model_len - 1)
+            self._drafts = torch.where(lane < fields.num_drafted[:, None], fields.tokens.gather(1, places.long()), NO_TOKEN)
+        return self._drafts
 
     def score(self, model: Model) -> tuple[Window, ForwardBatch, torch.Tensor]:
         """Run the target over the newest token and the drafts of every row; logits [R * (K + 1), V]."""
@@ -359,10 +365,15 @@ def run_model(model: Model, pool: Pool, batch: ForwardBatch, count: int) -> torc
     """Run a forward without autograd and check the logits' shape.
 
     Raises:
-        ModelError: the logits are not [count, model.vocab_size] of float32, bfloat16 or float16.
+        ModelError: the model returned other KV buffers, or logits that are not [count, model.vocab_size] of float32, bfloat16 or float16.
     """
     with torch.no_grad():
-        _, logits, _ = model.forward(pool.kv, batch)
+        result = model.forward(pool.kv, batch)
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ModelError(f"forward: expected (kv, logits, hidden), got {type(result).__name__}. Fix: return the three of them.")
+    kv, logits, _ = result
+    if kv is not pool.kv and any(kv.get(name) is not buffer for name, buffer in pool.kv.items()):
+        raise ModelError("forward: expected the KV buffers it was given, got others. Fix: write to them in place and return them.")
     if not isinstance(logits, torch.Tensor) or logits.shape != (count, model.vocab_size) or logits.dtype not in LOGITS_DTYPES:
         found = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ModelError(

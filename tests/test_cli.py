@@ -8,6 +8,7 @@ import pytest
 
 from funcspec import drafters, rules
 from funcspec.cli import Comparison, Job, Printer, as_json, compare, main, parser, report, run_job
+from funcspec.errors import ArgumentError
 from funcspec.generation import Emission
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import ChecksumDraft, ChecksumModel, smollm2
@@ -54,7 +55,7 @@ def test_a_difference_is_reported_with_its_margin() -> None:
     found = compare(job, run)
     assert not found.identical and found.first_difference == (0, 4)
     assert found.margin == pytest.approx(1.125)  # the toy prefers its best token by 1 + 1/8
-    assert "prompt 0, token 4: margin 1.1" in report(job, run, statistics(run.emissions, 3), found)
+    assert "prompt 0, token 4: margin 1.1, NOT a near-tie" in report(job, run, statistics(run.emissions, 3), found)
 
 
 def test_json_of_a_difference() -> None:
@@ -73,6 +74,8 @@ def test_statistics_of_nothing_are_zero() -> None:
     assert nothing == Statistics(0, 0, (0, 0, 0), (0, 0, 0))
     assert (nothing.acceptance, nothing.tokens_per_round, nothing.acceptance_by_position) == (0.0, 0.0, (0.0, 0.0, 0.0))
     assert statistics([Emission(0, (4,), (2,), 0, 0, 2, False, 0)], 0).rounds == 0
+    with pytest.raises(ArgumentError, match="num_speculative_tokens: expected at least 3"):
+        statistics([Emission(0, (4,), (2,), 3, 0, 2, False, 1)], 2)
 
 
 def test_a_report_of_plain_decoding() -> None:
@@ -82,7 +85,10 @@ def test_a_report_of_plain_decoding() -> None:
     assert "12 tokens" in text and "accepted by position" not in text
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["generate", "--rule", "ratio"], ["generate", "--drafter", "eagle"]])
+WRONG_OPTIONS = ["--rule ratio", "--num-speculative-tokens -1", "--drafter eagle", "--max-tokens 0", "--threads 0"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], *(["generate", *options.split()] for options in WRONG_OPTIONS)])
 def test_wrong_options_end_with_status_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -144,7 +150,6 @@ def test_streaming_prints_the_text_and_the_figures(capsys: pytest.CaptureFixture
 def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--rule", "greedy", "--temperature", "0.7"]) == 2
     assert capsys.readouterr().err.startswith("funcspec: temperature: expected 0 under rules.greedy")
-    assert main(["generate", "--max-tokens", "0"]) == 2
 
 
 @needs_weights

@@ -32,6 +32,28 @@ def test_capture_needs_a_gpu() -> None:
         graphs.capture(fs.verify, state, ChecksumModel())
 
 
+def test_an_heir_in_the_captured_buffers_is_not_overwritten() -> None:
+    """`release` and `admit` pass the buffers on; what lives in them then is protected too. (A stand-in for the graph is enough.)"""
+
+    class NoGraph:
+        def replay(self) -> None:
+            pass
+
+    target = ChecksumModel()
+    state, _ = fs.admit(fs.init(config(rows=2, drafts=0), target), target, None, [[5, 6, 7], [9]])
+    other, twin = fs.fork(state), fs.fork(state)
+    captured = graphs.Captured("captured verify", NoGraph(), twin.lease, twin.lease, None)
+    del twin
+    first, _ = captured(state)
+    first = fs.release(first, [0], donate=True)
+    counts = first.num_tokens.tolist()
+    with pytest.raises(StateError, match="got another while that one lives"):
+        captured(other)
+    assert first.num_tokens.tolist() == counts
+    del first
+    captured(other)
+
+
 @gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", [fs.rules.greedy, fs.rules.coupled])

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, precondition, rule
-from oracle import checksum_greedy, config, kv_bytes, output, pair
+from oracle import checksum_greedy, config, kv_bytes, output, pair, run
 
 import funcspec as fs
 from funcspec.errors import DonatedStateError, PoolExhaustedError
+from funcspec.models import ChecksumDraft, ChecksumModel
 
 TARGET, DRAFTER = pair()
 PROMPTS = ([5, 6, 7], [1], [40, 2, 9, 9], [8, 8, 8, 8, 8, 8])
@@ -208,3 +209,45 @@ def test_exhaustion_is_refused_before_anything_is_written() -> None:
     assert all((a == b).all() for a, b in zip(kv, kv_bytes(state), strict=True))
     del branch
     assert fs.snapshot(fs.step_round(state, TARGET, DRAFTER)[0]) == expected == fs.snapshot(newest)
+
+
+@pytest.mark.parametrize("order", ["loser first", "winner first"])
+def test_two_outcomes_of_one_score_live_on_apart(order: str) -> None:
+    """They rely on different lengths of the same places: neither may write in place, whatever dies in between."""
+    target, drafter = ChecksumModel(spread=True), fs.drafters.standalone(ChecksumDraft(spread=True))
+    checked = 0
+    for seed in range(12):
+        state = fs.init(config(drafts=4, rule=fs.rules.coupled, num_blocks=200), target, drafter)
+        state, _ = fs.admit(state, target, drafter, [list(range(1, 30))], seeds=[seed], temperature=0.8)
+        state, _ = fs.prefill(state, drafter)
+        for _ in range(3):
+            state, _ = fs.decode(state, drafter)
+        state, scores = fs.score(state, target)
+        branch = fs.fork(state, seeds=[seed + 1000])
+        first, verdict = fs.accept(branch, scores)
+        second, other = fs.accept(state, scores)
+        checked += int(verdict.num_emitted[0]) != int(other.num_emitted[0])
+        del state, branch
+        wanted = [run(fs.restore(fs.snapshot(one)), target, drafter, 3) for one in (first, second)]
+        if order == "loser first":
+            second, _ = fs.step_round(second, target, drafter)
+            first = run(first, target, drafter, 3)
+            second = run(second, target, drafter, 2)
+        else:
+            first = run(first, target, drafter, 3)
+            second = run(second, target, drafter, 3)
+        assert [fs.snapshot(one) for one in (first, second)] == [fs.snapshot(one) for one in wanted]
+    assert checked > 2
+
+
+def test_a_restored_state_in_mid_round_is_guarded_too() -> None:
+    state = fs.init(config(), TARGET, DRAFTER)
+    state, _ = fs.admit(state, TARGET, DRAFTER, [[5, 6, 7, 9, 8]])
+    state, _ = fs.prefill(state, DRAFTER)
+    state, _ = fs.decode(state, DRAFTER)
+    restored = fs.restore(fs.snapshot(state))
+    expected = fs.snapshot(restored)
+    later, _ = fs.verify(restored, TARGET)
+    fs.prefill(later, DRAFTER)
+    assert fs.snapshot(restored) == expected
+    assert fs.snapshot(fs.decode(restored, DRAFTER)[0]) == fs.snapshot(fs.decode(state, DRAFTER)[0])

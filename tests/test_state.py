@@ -147,6 +147,24 @@ def test_loose_arrays_that_do_not_fit_are_refused(state: fs.SpecState, change: d
     assert fs.any_active(state)
 
 
+def test_a_copy_with_one_field_replaced_outlives_a_donated_original(state: fs.SpecState) -> None:
+    changed = dataclasses.replace(state, temperature=torch.zeros(2))
+    expected, tokens = fs.snapshot(fs.step_round(changed, TARGET, DRAFTER)[0]), changed.tokens.clone()
+    run(state, TARGET, DRAFTER, 2, donate=True)
+    assert torch.equal(changed.tokens, tokens)
+    assert fs.snapshot(fs.step_round(changed, TARGET, DRAFTER)[0]) == expected
+
+
+def test_another_configuration_is_refused(state: fs.SpecState) -> None:
+    with pytest.raises(StateError, match="config: expected the configuration the state was made with"):
+        dataclasses.replace(state, config=config(rows=2, block_size=4))
+
+
+def test_snapshots_cannot_be_written(state: fs.SpecState) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        fs.snapshot(state).fields["tokens"][0, 0] = 1
+
+
 def test_a_truncated_copy_does_not_disturb_the_original(state: fs.SpecState) -> None:
     """A caller may shorten a row; the copy must not write over what the original relies on."""
     before = len(output(state, 0))

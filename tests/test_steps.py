@@ -279,6 +279,57 @@ def test_infos_never_alias_the_state() -> None:
     assert all(torch.equal(getattr(verdict, name), value) for name, value in values.items())
 
 
+def test_a_drafter_that_needs_no_pass_reports_its_drafts() -> None:
+    class Once(fs.drafters.Standalone):
+        def next(self, transition):
+            pass
+
+    drafter = Once(ChecksumDraft())
+    state, _ = fs.admit(fs.init(config(), TARGET, drafter), TARGET, drafter, [[5, 6, 7]])
+    state, draft = fs.prefill(state, drafter)
+    state, more = fs.decode(state, drafter)
+    assert more.tokens.tolist() == draft.tokens.tolist() == [[1, -1, -1]] and more.step == 2
+
+
+def test_a_drafter_may_write_once_a_step() -> None:
+    class Twice(fs.drafters.Standalone):
+        def next(self, transition):
+            super().next(transition)
+            super().next(transition)
+
+    drafter = Twice(ChecksumDraft())
+    state, _ = fs.admit(fs.init(config(), TARGET, drafter), TARGET, drafter, [[5, 6, 7]])
+    state, _ = fs.prefill(state, drafter)
+    with pytest.raises(StepOrderError, match="one call of draft_once in a step"):
+        fs.decode(state, drafter)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda kv, logits: (dict.fromkeys(kv, logits), logits, ()), "expected the KV buffers it was given"),
+        (lambda kv, logits: logits, r"expected \(kv, logits, hidden\), got Tensor"),
+        (lambda kv, logits: (kv, logits), r"expected \(kv, logits, hidden\), got tuple"),
+        (lambda kv, logits: (kv, logits.double(), ()), "got .* torch.float64"),
+    ],
+)
+def test_a_forward_that_breaks_its_contract_is_refused(result, message: str) -> None:
+    class Breaking(ChecksumModel):
+        def forward(self, kv, batch):
+            return result(kv, super().forward(kv, batch)[1])
+
+    with pytest.raises(ModelError, match=message):
+        fs.admit(fs.init(config(), Breaking()), Breaking(), None, [[5]])
+
+
+def test_scores_that_carry_gradients_are_accepted() -> None:
+    state, _ = fs.admit(fs.init(config(), TARGET), TARGET, None, [[5, 6, 7]])
+    state, scores = fs.score(state, TARGET)
+    logits = scores.logits.clone().requires_grad_() * 1.0
+    _, verdict = fs.accept(state, fs.Scores(logits, scores.stamp))
+    assert verdict.tokens[0, 0] == 1
+
+
 def test_generate_queues_more_prompts_than_rows() -> None:
     prompts = [[5, 6, 7], [1], [40, 2, 9, 9], [8, 8], [3]]
     outputs: dict[int, list[int]] = {}

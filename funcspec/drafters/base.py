@@ -42,8 +42,9 @@ class Drafter(Protocol):
         """Draft step 0: take in what was committed since the last round and append the first draft of every row.
 
         Args:
-            transition: the open step.
-            wanted: [R] int32, drafts asked for. Rows that want none are fed all the same.
+            transition: the open step. Its small buffers may be written only after the last forward, so that a model that raises
+                leaves the state usable.
+            wanted: [R] int32, drafts asked for; read only. Rows that want none are fed all the same.
         """
         ...
 

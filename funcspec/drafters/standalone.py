@@ -56,13 +56,11 @@ class Standalone:
 
     def first(self, transition: "Transition", wanted: torch.Tensor) -> None:
         """Feed what was committed and draft the first token."""
-        rule = transition.config.rule
-        transition.draft_once(self.model, first=True, token_ids=self.token_ids, rule=rule, wanted=wanted)
+        transition.draft_once(self.model, first=True, token_ids=self.token_ids, wanted=wanted)
 
     def next(self, transition: "Transition") -> None:
         """Feed the newest draft and draft one more token."""
-        rule, fields = transition.config.rule, transition.fields
-        transition.draft_once(self.model, first=False, token_ids=self.token_ids, rule=rule, wanted=fields.num_draft)
+        transition.draft_once(self.model, first=False, token_ids=self.token_ids, wanted=transition.fields.num_draft)
 
 
 def standalone(model: Model, token_ids: torch.Tensor | None = None) -> Standalone:

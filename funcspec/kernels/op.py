@@ -13,6 +13,7 @@ from funcspec.kernels._triton import HAS_TRITON, INTERPRETED, INTERPRETER_LOCK
 
 Backend = Literal["reference", "host", "triton"]
 
+NO_VIEW = (None, None)
 HOST_ROWS = 16
 """Most rows for which the host form of an op is the quickest on a CPU."""
 
@@ -100,9 +101,10 @@ def _host_views(arguments: dict[str, Any]) -> dict[str, Any] | None:
         if type(value) is torch.Tensor:
             if value.is_cuda:
                 return None
-            view = value.__dict__.get("_funcspec_host_view")
-            if view is None:
-                view = value._funcspec_host_view = value.numpy()  # type: ignore[attr-defined]
+            address, view = value.__dict__.get("_funcspec_host_view", NO_VIEW)
+            if address != value.data_ptr() or view.shape != value.shape:
+                view = value.numpy()
+                value._funcspec_host_view = value.data_ptr(), view  # type: ignore[attr-defined]
             views[name] = view
         elif hasattr(value, "__dlpack__"):
             return None

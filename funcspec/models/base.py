@@ -96,6 +96,6 @@ class Model(Protocol):
             batch: what to run.
 
         Returns:
-            kv, logits [M, vocab_size] in float32, bfloat16 or float16, and one [T, H] tensor for each of `batch.hidden_layers`.
+            the same kv, logits [M, vocab_size] in float32, bfloat16 or float16, and one [T, H] tensor for each of `batch.hidden_layers`.
         """
         ...
