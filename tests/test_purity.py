@@ -240,9 +240,10 @@ def test_two_outcomes_of_one_score_live_on_apart(order: str) -> None:
     assert checked > 2
 
 
-def test_a_restored_state_in_mid_round_is_guarded_too() -> None:
+@pytest.mark.parametrize("prompt", [[5, 6, 0], [5, 6, 7, 9, 8], [1], [2, 3]])
+def test_a_restored_state_in_mid_round_is_guarded_too(prompt: list[int]) -> None:
     state = fs.init(config(), TARGET, DRAFTER)
-    state, _ = fs.admit(state, TARGET, DRAFTER, [[5, 6, 7, 9, 8]])
+    state, _ = fs.admit(state, TARGET, DRAFTER, [prompt])
     state, _ = fs.prefill(state, DRAFTER)
     state, _ = fs.decode(state, DRAFTER)
     restored = fs.restore(fs.snapshot(state))
