@@ -1,6 +1,9 @@
 """Cheap host checks that the launchers of caller-facing kernels share. They read shapes and dtypes, never contents."""
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 
 from funcspec.errors import ArgumentTypeError, refuse
 
@@ -61,3 +64,10 @@ def check_overflow(overflow: str) -> None:
     """
     if overflow not in OVERFLOWS:
         refuse("overflow", "'reference' or 'freeze'", repr(overflow), "use one of these")
+
+
+def check_rows(rows: int, **arrays: torch.Tensor | NDArray[Any]) -> None:
+    """Refuse arrays that do not have exactly one entry for each row; names are the keywords."""
+    for name, array in arrays.items():
+        if array.shape != (rows,):
+            refuse(name, f"one entry for each of {rows} rows", f"shape {tuple(array.shape)}", "pass arrays of one batch")

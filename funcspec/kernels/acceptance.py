@@ -9,6 +9,7 @@ import torch
 
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import refuse
+from funcspec.kernels._checks import check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -118,6 +119,20 @@ def _launch_accept_matching(
     out_bad_row: torch.Tensor,
 ) -> None:
     _check(chosen, bad, tokens, out_tokens, out_origin)
+    check_rows(
+        tokens.shape[0],
+        row_limit=row_limit,
+        num_tokens=num_tokens,
+        num_draft=num_draft,
+        num_drafted=num_drafted,
+        is_live=is_live,
+        finish_reason=finish_reason,
+        bad_row=bad_row,
+        out_num_accepted=out_num_accepted,
+        out_num_emitted=out_num_emitted,
+        out_num_drafted=out_num_drafted,
+        out_bad_row=out_bad_row,
+    )
     rows, width = out_tokens.shape
     accept_matching_kernel[(rows,)](
         chosen,
@@ -167,6 +182,20 @@ def accept_matching_reference_(
 ) -> None:
     """Specify `accept_matching_` in plain torch."""
     _check(chosen, bad, tokens, out_tokens, out_origin)
+    check_rows(
+        tokens.shape[0],
+        row_limit=row_limit,
+        num_tokens=num_tokens,
+        num_draft=num_draft,
+        num_drafted=num_drafted,
+        is_live=is_live,
+        finish_reason=finish_reason,
+        bad_row=bad_row,
+        out_num_accepted=out_num_accepted,
+        out_num_emitted=out_num_emitted,
+        out_num_drafted=out_num_drafted,
+        out_bad_row=out_bad_row,
+    )
     rows, width = out_tokens.shape
     live = is_live != 0
     lane = torch.arange(width, device=tokens.device)
@@ -223,6 +252,20 @@ def accept_matching_host_(
 ) -> None:
     """Do what `accept_matching_` does on NumPy views, one row after another."""
     _check(chosen, bad, tokens, out_tokens, out_origin)
+    check_rows(
+        tokens.shape[0],
+        row_limit=row_limit,
+        num_tokens=num_tokens,
+        num_draft=num_draft,
+        num_drafted=num_drafted,
+        is_live=is_live,
+        finish_reason=finish_reason,
+        bad_row=bad_row,
+        out_num_accepted=out_num_accepted,
+        out_num_emitted=out_num_emitted,
+        out_num_drafted=out_num_drafted,
+        out_bad_row=out_bad_row,
+    )
     width = out_tokens.shape[1]
     out_tokens.fill(NO_TOKEN)
     out_origin.fill(-1)

@@ -5,6 +5,7 @@ import torch
 
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import refuse
+from funcspec.kernels._checks import check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -79,6 +80,15 @@ def _launch_append_drafts(
     out_tokens: torch.Tensor,
 ) -> None:
     _check(chosen, wanted, tokens, out_tokens)
+    check_rows(
+        tokens.shape[0],
+        num_tokens=num_tokens,
+        row_limit=row_limit,
+        is_live=is_live,
+        num_draft=num_draft,
+        num_drafted=num_drafted,
+        draft_len=draft_len,
+    )
     append_drafts_kernel[(tokens.shape[0],)](
         chosen,
         num_tokens,
@@ -116,6 +126,15 @@ def append_drafts_reference_(
 ) -> None:
     """Specify `append_drafts_` in plain torch."""
     _check(chosen, wanted, tokens, out_tokens)
+    check_rows(
+        tokens.shape[0],
+        num_tokens=num_tokens,
+        row_limit=row_limit,
+        is_live=is_live,
+        num_draft=num_draft,
+        num_drafted=num_drafted,
+        draft_len=draft_len,
+    )
     rows, length = tokens.shape
     if first:
         live = is_live != 0
@@ -150,6 +169,15 @@ def append_drafts_host_(
 ) -> None:
     """Do what `append_drafts_` does on NumPy views, one row after another."""
     _check(chosen, wanted, tokens, out_tokens)
+    check_rows(
+        tokens.shape[0],
+        num_tokens=num_tokens,
+        row_limit=row_limit,
+        is_live=is_live,
+        num_draft=num_draft,
+        num_drafted=num_drafted,
+        draft_len=draft_len,
+    )
     rows, width = out_tokens.shape
     out_tokens.fill(NO_TOKEN)
     counts, limits, live, asked, drawn = num_tokens.tolist(), row_limit.tolist(), is_live.tolist(), wanted.tolist(), chosen.tolist()

@@ -260,3 +260,10 @@ def test_refusals_write_nothing(backend: Backend, kernel_device: str) -> None:
     refused("wanted", wanted=array(3))
     refused("out_tokens", out_tokens=array(3, 2))
     refused("out_tokens", out_tokens=array(4))
+    for name in ("num_tokens", "row_limit", "is_live", "num_draft", "num_drafted", "draft_len"):
+        launch = Launch(kernel_device, [Row(n=2), Row(n=3)], first=True, most=2)
+        before = launch.arguments["tokens"].tolist()
+        launch.arguments[name] = array(1)
+        with pytest.raises(ArgumentError, match=rf"{name}: expected one entry for each of 2 rows, got shape \(1,\)"):
+            launch.run(backend)
+        assert launch.arguments["tokens"].tolist() == before
