@@ -69,10 +69,7 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
         )
     draft_model = None
     if drafter is not None:
-        if not isinstance(drafter, Drafter):
-            refuse(
-                "drafter", "a drafter or None", type(drafter).__name__, "wrap a model with funcspec.drafters.standalone", ArgumentTypeError
-            )
+        check_drafter(drafter)
         drafter.init(config, target)
         draft_model = drafter.kv_model
         if draft_model is not None:
@@ -216,6 +213,13 @@ def partner_model(state: SpecState, target: Model | None, drafter: Drafter | Non
     if model is not None and lease.draft is not None:
         check_partner("drafter", model, lease.models["draft"], lease.draft.pool)
     return model
+
+
+def check_drafter(drafter: object) -> None:
+    """Refuse what is no drafter. Checks the whole protocol: for use where objects are made, not in steps."""
+    if not isinstance(drafter, Drafter):
+        fix = "wrap a model with funcspec.drafters.standalone"
+        refuse("drafter", "a drafter or None", type(drafter).__name__, fix, ArgumentTypeError)
 
 
 def check_partner(argument: str, model: Model, partner: Partner, pool: Pool) -> None:

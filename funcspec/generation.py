@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from funcspec.admission import admit_requests, init, release
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.errors import refuse
 from funcspec.kernels.acceptance import BONUS
 from funcspec.models.base import Model
 from funcspec.requests import Request, validate
@@ -75,12 +75,10 @@ def generate(
         >>> [e.tokens for e in fs.generate(config, target, drafter, [[5, 6, 7]], max_tokens=6)]
         [(39,), (1, 6), (42,), (45,), (17,)]
     """
-    if not isinstance(config, SpecConfig):
-        refuse("config", "a SpecConfig", type(config).__name__, "make one with SpecConfig(...)", ArgumentTypeError)
+    state = init(config, target, drafter)
     most = config.num_speculative_tokens
     if num_draft is not None and (not isinstance(num_draft, int) or isinstance(num_draft, bool) or not 0 <= num_draft <= most):
         refuse("num_draft", f"None or an int from 0 to num_speculative_tokens = {most}", repr(num_draft), "draft fewer or raise K")
-    state = init(config, target, drafter)
     requests = validate(config, target, prompts, seeds, temperature, max_tokens, stop_ids)
     return _loop(state, target, drafter, requests, num_draft)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcspec.admission import DEFAULT_CHUNK, check_partner, ingest
+from funcspec.admission import DEFAULT_CHUNK, check_drafter, check_partner, ingest
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
@@ -129,8 +129,8 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     if not isinstance(snapshot, Snapshot):
         refuse("snapshot", "a Snapshot", type(snapshot).__name__, "pass what snapshot(state) returned", ArgumentTypeError)
     config = snapshot.config
-    if drafter is not None and not isinstance(drafter, Drafter):
-        refuse("drafter", "a drafter or None", type(drafter).__name__, "wrap a model with funcspec.drafters.standalone", ArgumentTypeError)
+    if drafter is not None:
+        check_drafter(drafter)
     if drafter is not None and drafter.kv_model is not None and "draft" not in snapshot.caches:
         refuse("drafter", "None, as the state was made with", type(drafter).__name__, "leave it out", ModelError)
     models: dict[str, Model | None] = {"target": target, "draft": drafter.kv_model if drafter is not None else None}

@@ -209,6 +209,12 @@ class Buffers:
             getattr(packed, name).copy_(self.views[name])
         return packed
 
+    def holds(self, array: object) -> bool:
+        """Whether an array lies in the arena, as one of its fields or as a view of one."""
+        if self.arena is None or not isinstance(array, torch.Tensor) or array.device != self.arena.device:
+            return False
+        return array.untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
+
     def copy_(self, other: "Buffers") -> None:
         """Take over the contents of other buffers, both in arenas: one memcpy."""
         assert self.arena is not None
@@ -288,9 +294,8 @@ class Lease:
 
         Nothing is known about their values, so such a state never appends in place: its first write copies blocks.
         """
-        views = self.buffers.views
-        # What was not replaced is copied: the arena may be written when the state it belongs to is donated.
-        own = {name: array.clone() if array is views.get(name) else array for name, array in arrays.items()}
+        # What still lies in the arena is copied: it may be written when the state it belongs to is donated.
+        own = {name: array.clone() if self.buffers.holds(array) else array for name, array in arrays.items()}
         loose = Buffers(self.buffers.config, None, own)
         target = dataclasses.replace(self.target, version=STRANGER)
         draft = None if self.draft is None else dataclasses.replace(self.draft, version=STRANGER)

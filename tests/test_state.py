@@ -155,6 +155,14 @@ def test_a_copy_with_one_field_replaced_outlives_a_donated_original(state: fs.Sp
     assert fs.snapshot(fs.step_round(changed, TARGET, DRAFTER)[0]) == expected
 
 
+def test_a_pytree_map_that_makes_views_outlives_a_donated_original(state: fs.SpecState) -> None:
+    viewed = jax.tree.map(lambda array: array[:], state)
+    expected, tokens = fs.snapshot(fs.step_round(viewed, TARGET, DRAFTER)[0]), viewed.tokens.clone()
+    run(state, TARGET, DRAFTER, 2, donate=True)
+    assert torch.equal(viewed.tokens, tokens)
+    assert fs.snapshot(fs.step_round(viewed, TARGET, DRAFTER)[0]) == expected
+
+
 def test_another_configuration_is_refused(state: fs.SpecState) -> None:
     with pytest.raises(StateError, match="config: expected the configuration the state was made with"):
         dataclasses.replace(state, config=config(rows=2, block_size=4))

@@ -66,8 +66,8 @@ def check_overflow(overflow: str) -> None:
         refuse("overflow", "'reference' or 'freeze'", repr(overflow), "use one of these")
 
 
-def check_rows(rows: int, **arrays: torch.Tensor | NDArray[Any]) -> None:
-    """Refuse arrays that do not have exactly one entry for each row; names are the keywords."""
-    for name, array in arrays.items():
+def check_rows(rows: int, names: tuple[str, ...], arrays: tuple[torch.Tensor | NDArray[Any], ...]) -> None:
+    """Refuse arrays that do not have exactly one entry for each row."""
+    for name, array in zip(names, arrays, strict=True):
         if array.shape != (rows,):
             refuse(name, f"one entry for each of {rows} rows", f"shape {tuple(array.shape)}", "pass arrays of one batch")

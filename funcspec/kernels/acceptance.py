@@ -86,7 +86,11 @@ def accept_matching_kernel(
     tl.store(bad_row_ptr + row, tl.maximum(tl.load(bad_row_ptr + row), bad))
 
 
-def _check(chosen: Array, bad: Array, tokens: Array, out_tokens: Array, out_origin: Array) -> None:
+BY_ROW = ("row_limit", "num_tokens", "num_draft", "num_drafted", "is_live", "finish_reason", "bad_row")
+OUT_BY_ROW = ("out_num_accepted", "out_num_emitted", "out_num_drafted", "out_bad_row")
+
+
+def _check(chosen: Array, bad: Array, tokens: Array, out_tokens: Array, out_origin: Array, by_row: tuple[Array, ...]) -> None:
     rows, width = out_tokens.shape
     if tokens.shape[0] != rows:
         refuse("out_tokens", f"{tokens.shape[0]} rows", rows, "allocate one row for each row of tokens")
@@ -96,6 +100,7 @@ def _check(chosen: Array, bad: Array, tokens: Array, out_tokens: Array, out_orig
         refuse("chosen", f"{rows} * {width} choices", chosen.shape[0], "choose a token at every place of the window")
     if bad.shape[0] < rows * width:
         refuse("bad", f"{rows} * {width} flags", bad.shape[0], "pass a flag for every choice")
+    check_rows(rows, BY_ROW + OUT_BY_ROW, by_row)
 
 
 def _launch_accept_matching(
@@ -118,21 +123,9 @@ def _launch_accept_matching(
     out_num_drafted: torch.Tensor,
     out_bad_row: torch.Tensor,
 ) -> None:
-    _check(chosen, bad, tokens, out_tokens, out_origin)
-    check_rows(
-        tokens.shape[0],
-        row_limit=row_limit,
-        num_tokens=num_tokens,
-        num_draft=num_draft,
-        num_drafted=num_drafted,
-        is_live=is_live,
-        finish_reason=finish_reason,
-        bad_row=bad_row,
-        out_num_accepted=out_num_accepted,
-        out_num_emitted=out_num_emitted,
-        out_num_drafted=out_num_drafted,
-        out_bad_row=out_bad_row,
-    )
+    by_row = (row_limit, num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row)
+    out_by_row = (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row)
+    _check(chosen, bad, tokens, out_tokens, out_origin, by_row + out_by_row)
     rows, width = out_tokens.shape
     accept_matching_kernel[(rows,)](
         chosen,
@@ -181,21 +174,9 @@ def accept_matching_reference_(
     out_bad_row: torch.Tensor,
 ) -> None:
     """Specify `accept_matching_` in plain torch."""
-    _check(chosen, bad, tokens, out_tokens, out_origin)
-    check_rows(
-        tokens.shape[0],
-        row_limit=row_limit,
-        num_tokens=num_tokens,
-        num_draft=num_draft,
-        num_drafted=num_drafted,
-        is_live=is_live,
-        finish_reason=finish_reason,
-        bad_row=bad_row,
-        out_num_accepted=out_num_accepted,
-        out_num_emitted=out_num_emitted,
-        out_num_drafted=out_num_drafted,
-        out_bad_row=out_bad_row,
-    )
+    by_row = (row_limit, num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row)
+    out_by_row = (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row)
+    _check(chosen, bad, tokens, out_tokens, out_origin, by_row + out_by_row)
     rows, width = out_tokens.shape
     live = is_live != 0
     lane = torch.arange(width, device=tokens.device)
@@ -251,21 +232,9 @@ def accept_matching_host_(
     out_bad_row: np.ndarray,
 ) -> None:
     """Do what `accept_matching_` does on NumPy views, one row after another."""
-    _check(chosen, bad, tokens, out_tokens, out_origin)
-    check_rows(
-        tokens.shape[0],
-        row_limit=row_limit,
-        num_tokens=num_tokens,
-        num_draft=num_draft,
-        num_drafted=num_drafted,
-        is_live=is_live,
-        finish_reason=finish_reason,
-        bad_row=bad_row,
-        out_num_accepted=out_num_accepted,
-        out_num_emitted=out_num_emitted,
-        out_num_drafted=out_num_drafted,
-        out_bad_row=out_bad_row,
-    )
+    by_row = (row_limit, num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row)
+    out_by_row = (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row)
+    _check(chosen, bad, tokens, out_tokens, out_origin, by_row + out_by_row)
     width = out_tokens.shape[1]
     out_tokens.fill(NO_TOKEN)
     out_origin.fill(-1)

@@ -54,14 +54,16 @@ def append_drafts_kernel(
     tl.store(num_drafted_ptr + row, made + appended.to(tl.int32))
 
 
-def _check(chosen: Array, wanted: Array, tokens: Array, out_tokens: Array) -> None:
+BY_ROW = ("wanted", "num_tokens", "row_limit", "is_live", "num_draft", "num_drafted", "draft_len")
+
+
+def _check(chosen: Array, tokens: Array, out_tokens: Array, by_row: tuple[Array, ...]) -> None:
     rows = tokens.shape[0]
     if out_tokens.ndim != 2 or out_tokens.shape[0] != rows:
         refuse("out_tokens", f"[{rows}, K]", tuple(out_tokens.shape), "allocate a place for every row and draft")
     if chosen.shape[0] < rows:
         refuse("chosen", f"one token for each of {rows} rows", tuple(chosen.shape), "pass arrays of one batch")
-    if wanted.shape != (rows,):
-        refuse("wanted", f"one number for each of {rows} rows", tuple(wanted.shape), "pass arrays of one batch")
+    check_rows(rows, BY_ROW, by_row)
 
 
 def _launch_append_drafts(
@@ -79,16 +81,7 @@ def _launch_append_drafts(
     draft_limit: int,
     out_tokens: torch.Tensor,
 ) -> None:
-    _check(chosen, wanted, tokens, out_tokens)
-    check_rows(
-        tokens.shape[0],
-        num_tokens=num_tokens,
-        row_limit=row_limit,
-        is_live=is_live,
-        num_draft=num_draft,
-        num_drafted=num_drafted,
-        draft_len=draft_len,
-    )
+    _check(chosen, tokens, out_tokens, (wanted, num_tokens, row_limit, is_live, num_draft, num_drafted, draft_len))
     append_drafts_kernel[(tokens.shape[0],)](
         chosen,
         num_tokens,
@@ -125,16 +118,7 @@ def append_drafts_reference_(
     out_tokens: torch.Tensor,
 ) -> None:
     """Specify `append_drafts_` in plain torch."""
-    _check(chosen, wanted, tokens, out_tokens)
-    check_rows(
-        tokens.shape[0],
-        num_tokens=num_tokens,
-        row_limit=row_limit,
-        is_live=is_live,
-        num_draft=num_draft,
-        num_drafted=num_drafted,
-        draft_len=draft_len,
-    )
+    _check(chosen, tokens, out_tokens, (wanted, num_tokens, row_limit, is_live, num_draft, num_drafted, draft_len))
     rows, length = tokens.shape
     if first:
         live = is_live != 0
@@ -168,16 +152,7 @@ def append_drafts_host_(
     out_tokens: np.ndarray,
 ) -> None:
     """Do what `append_drafts_` does on NumPy views, one row after another."""
-    _check(chosen, wanted, tokens, out_tokens)
-    check_rows(
-        tokens.shape[0],
-        num_tokens=num_tokens,
-        row_limit=row_limit,
-        is_live=is_live,
-        num_draft=num_draft,
-        num_drafted=num_drafted,
-        draft_len=draft_len,
-    )
+    _check(chosen, tokens, out_tokens, (wanted, num_tokens, row_limit, is_live, num_draft, num_drafted, draft_len))
     rows, width = out_tokens.shape
     out_tokens.fill(NO_TOKEN)
     counts, limits, live, asked, drawn = num_tokens.tolist(), row_limit.tolist(), is_live.tolist(), wanted.tolist(), chosen.tolist()
