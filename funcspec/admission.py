@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+import numpy as np
 import torch
 
 from funcspec.config import SpecConfig
@@ -12,12 +13,13 @@ from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, CapacityError, ModelError, refuse
 from funcspec.kernels.acceptance import AT_LENGTH, NOT_FINISHED, STOPPED
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
-from funcspec.models.base import ForwardBatch, Model
+from funcspec.leases import JaxLease, Lease
+from funcspec.models.base import Model
 from funcspec.noise import TARGET
-from funcspec.pool import Branch, Pool, RowBlocks
+from funcspec.partners import check_drafter, check_framework, check_model, check_partner, framework_of, partner_model, partner_of
 from funcspec.requests import Request, validate
-from funcspec.state import ARRAY_FIELDS, ROUND_START, Buffers, Lease, Partner, SpecState, check_phase, check_state, name_step
-from funcspec.transition import Transition, run_model
+from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, ROUND_START, SpecState, check_phase, check_state, field_shape
+from funcspec.transitions import open_step
 
 DEFAULT_CHUNK = 512
 
@@ -61,7 +63,7 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
     """
     if not isinstance(config, SpecConfig):
         refuse("config", "a SpecConfig", type(config).__name__, "make one with SpecConfig(...)", ArgumentTypeError)
-    _check_model("target", target, config)
+    check_model("target", target, config)
     if target.max_len < config.max_model_len:
         raise ModelError(
             f"target: expected max_len of at least max_model_len = {config.max_model_len}, got {target.max_len}. "
@@ -73,14 +75,10 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
         drafter.init(config, target)
         draft_model = drafter.kv_model
         if draft_model is not None:
-            _check_model("drafter", draft_model, config)
-    models = {"target": Partner(target.vocab_size, target.max_len)}
-    branches: dict[str, Branch] = {"target": _empty_branch("target", target, config)}
-    if draft_model is not None:
-        models["draft"] = Partner(draft_model.vocab_size, draft_model.max_len)
-        branches["draft"] = _empty_branch("draft", draft_model, config)
-    known = [0] * config.max_num_reqs
-    lease = Lease(Buffers.filled(config), name_step("init"), branches["target"], branches.get("draft"), models, known)
+            check_model("drafter", draft_model, config)
+    check_framework(config, target, draft_model)
+    partners = {"target": partner_of(target)} | ({} if draft_model is None else {"draft": partner_of(draft_model)})
+    lease = (JaxLease if framework_of(target) == "jax" else Lease).empty(config, partners)
     return SpecState(config, lease)
 
 
@@ -124,7 +122,7 @@ def admit(
         PoolExhaustedError: too few blocks. In all cases nothing was written and the state stays usable.
     """
     lease = check_state(state, "admit").lease
-    check_partner("target", target, lease.models["target"], lease.target.pool)
+    check_partner("target", target, lease.models["target"])
     requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, stop_ids)
     return admit_requests(state, target, drafter, requests, rows=rows, chunk=chunk, donate=donate)
 
@@ -144,32 +142,23 @@ def admit_requests(
     chosen = _free_rows(state, len(requests), rows)
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         refuse("chunk", "a positive int or None", repr(chunk), "leave it out for the default")
-    step = Transition(state, "admit", donate=donate)
     draft_model = partner_model(state, target, drafter)
+    step = open_step(state, "admit", donate=donate)
     size = chunk or DEFAULT_CHUNK
-    target_rows = _reserve(step.target.pool, requests, state.config.max_model_len, state.config)
-    draft_rows: list[RowBlocks] = []
-    if draft_model is not None and step.draft is not None:
-        draft_rows = _reserve(step.draft.pool, requests, min(draft_model.max_len, state.config.max_model_len), state.config)
+    models = {"target": target} if draft_model is None else {"target": target, "draft": draft_model}
+    reach = {role: min(model.max_len, state.config.max_model_len) for role, model in models.items()}
+    blocks = {role: step.reserve(role, _block_counts(requests, reach[role], state.config)) for role in models}
     firsts, flags = [], []
     for index, request in enumerate(requests):
-        logits = ingest(target, step.target.pool, target_rows[index], request.prompt, 0, size, state.config.device)
+        logits = step.ingest("target", target, blocks["target"][index], request.prompt, size)
         token, bad = _first_token(logits, request, state.config.device)
-        if draft_model is not None and step.draft is not None:
-            readable = request.prompt[: draft_model.max_len]
-            ingest(draft_model, step.draft.pool, draft_rows[index], readable, 0, size, state.config.device)
+        if draft_model is not None:
+            step.ingest("draft", draft_model, blocks["draft"][index], request.prompt[: draft_model.max_len], size)
         firsts.append(token)
         flags.append(bad)
     reasons = [_first_reason(request, token) for request, token in zip(requests, firsts, strict=True)]
-    step.target = step.target.with_rows(dict(zip(chosen, target_rows, strict=True)))
-    if step.draft is not None and draft_rows:
-        step.draft = step.draft.with_rows(dict(zip(chosen, draft_rows, strict=True)))
     draft_limit = draft_model.max_len if draft_model is not None else 0
-    _write_rows(step, chosen, requests, firsts, reasons, flags, draft_limit)
-    known = list(step.known_num_tokens)
-    for row, request in zip(chosen, requests, strict=True):
-        known[row] = len(request.prompt) + 1
-    step.known_num_tokens = known
+    step.put_rows(chosen, _row_values(state.config, requests, firsts, reasons, flags, draft_limit), blocks)
     return step.close(ROUND_START), Admitted(tuple(chosen), tuple(firsts), tuple(reasons), tuple(flags))
 
 
@@ -186,95 +175,11 @@ def release(state: SpecState, rows: Sequence[int], *, donate: bool = False) -> S
     """
     check_state(state, "release")
     numbers = _row_numbers(rows, state.config)
-    step = Transition(state, "release", donate=donate)
-    index = torch.tensor(numbers, dtype=torch.int64, device=state.config.device)
-    for name, declared in ARRAY_FIELDS.items():
-        getattr(step.fields, name).index_fill_(0, index, declared["fill"])
-    step.target = step.target.with_rows(dict.fromkeys(numbers))
-    if step.draft is not None:
-        step.draft = step.draft.with_rows(dict.fromkeys(numbers))
-    step.known_num_tokens = [0 if row in numbers else count for row, count in enumerate(step.known_num_tokens)]
+    step = open_step(state, "release", donate=donate)
+    idle = {name: np.full((len(numbers), *field_shape(state.config, name)[1:]), ARRAY_FIELDS[name]["fill"]) for name in ARRAY_FIELDS}
+    values = {name: value for name, value in idle.items() if name not in BLOCK_TABLES}
+    step.put_rows(numbers, values, {role: [None] * len(numbers) for role in state.lease.models})
     return step.close(step.phase, stamp=step.stamp, draft_steps=step.draft_steps)
-
-
-def partner_model(state: SpecState, target: Model | None, drafter: Drafter | None) -> Model | None:
-    """Refuse models that the state was not made for; return the model that drafts, if any."""
-    lease = state.lease
-    if target is not None:
-        check_partner("target", target, lease.models["target"], lease.target.pool)
-    expects = lease.draft is not None
-    # A plain attribute look-up: checking the whole protocol takes longer than the rest of a step's own work.
-    model = getattr(drafter, "kv_model", None)
-    if expects != (model is not None):
-        raise ModelError(
-            f"drafter: expected {'the drafter' if expects else 'None, as'} the state was made with, got {type(drafter).__name__}. "
-            "Fix: pass the same drafter to init and to every step."
-        )
-    if model is not None and lease.draft is not None:
-        check_partner("drafter", model, lease.models["draft"], lease.draft.pool)
-    return model
-
-
-def check_drafter(drafter: object) -> None:
-    """Refuse what is no drafter. Checks the whole protocol: for use where objects are made, not in steps."""
-    if not isinstance(drafter, Drafter):
-        fix = "wrap a model with funcspec.drafters.standalone"
-        refuse("drafter", "a drafter or None", type(drafter).__name__, fix, ArgumentTypeError)
-
-
-def check_partner(argument: str, model: Model, partner: Partner, pool: Pool) -> None:
-    """Refuse a model whose sizes differ from those of the model the state was made for."""
-    try:
-        found = (model.vocab_size, model.max_len, model.kv_spec)
-    except AttributeError:
-        _refuse_model(argument, model)
-    if found != (partner.vocab_size, partner.max_len, pool.kv_spec):
-        raise ModelError(
-            f"{argument}: expected the model the state was made for (vocabulary {partner.vocab_size}, max_len {partner.max_len}, "
-            f"{pool.kv_spec.num_layers} KV layers), got vocabulary {found[0]}, max_len {found[1]}, {found[2].num_layers} KV layers. "
-            "Fix: make a new state with init for another pair."
-        )
-
-
-def ingest(model: Model, pool: Pool, blocks: RowBlocks, tokens: Sequence[int], start: int, chunk: int, device: str) -> torch.Tensor | None:
-    """Feed `tokens`, at positions from `start` on, to one row of a pool, `chunk` at a time.
-
-    Returns:
-        logits [1, V] after the last token, or None if there are no tokens.
-    """
-    logits = None
-    size = pool.block_size
-    table = torch.tensor([blocks.ids], dtype=torch.int32, device=device)
-    for begin in range(0, len(tokens), chunk):
-        part = list(tokens[begin : begin + chunk])
-        positions = range(start + begin, start + begin + len(part))
-        slots = [blocks.ids[position // size] * size + position % size for position in positions]
-        inputs = torch.tensor([part, list(positions), slots], dtype=torch.int32).to(device)
-        bounds = torch.tensor([0, len(part), positions.stop, len(part) - 1], dtype=torch.int32).to(device)
-        batch = ForwardBatch(inputs[0], inputs[1], bounds[:2], bounds[2:3], inputs[2], table, bounds[3:], len(part))
-        logits = run_model(model, pool, batch, 1)
-    return logits
-
-
-def _refuse_model(argument: str, model: object) -> NoReturn:
-    found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-    fix = "wrap it with a function of funcspec.models"
-    refuse(argument, "a Model (vocab_size, max_len, kv_spec, forward)", found, fix, ArgumentTypeError)
-
-
-def _check_model(argument: str, model: object, config: SpecConfig) -> None:
-    if not isinstance(model, Model) or isinstance(model, type):
-        _refuse_model(argument, model)
-    device = getattr(model, "device", None)
-    if device is not None and torch.device(device).type != torch.device(config.device).type:
-        raise ModelError(
-            f"{argument}: expected a model on {config.device}, got one on {device}. Fix: move the model, or set SpecConfig.device."
-        )
-
-
-def _empty_branch(role: str, model: Model, config: SpecConfig) -> Branch:
-    pool = Pool(role, model.kv_spec, config.num_kv_blocks, config.block_size, config.device)
-    return Branch(pool, (None,) * config.max_num_reqs)
 
 
 def _row_numbers(rows: Any, config: SpecConfig) -> list[int]:
@@ -288,7 +193,7 @@ def _row_numbers(rows: Any, config: SpecConfig) -> list[int]:
 
 
 def _free_rows(state: SpecState, count: int, rows: Any) -> list[int]:
-    free = [row for row, blocks in enumerate(state.lease.target.rows) if blocks is None]
+    free = [row for row, blocks in enumerate(state.lease.blocks("target")) if blocks is None]
     if rows is None:
         if count > len(free):
             found = f"{count} prompts for {len(free)} free rows"
@@ -303,9 +208,9 @@ def _free_rows(state: SpecState, count: int, rows: Any) -> list[int]:
     return numbers
 
 
-def _reserve(pool: Pool, requests: list[Request], longest: int, config: SpecConfig) -> list[RowBlocks]:
+def _block_counts(requests: list[Request], longest: int, config: SpecConfig) -> list[int]:
     ahead = config.num_speculative_tokens + 1
-    return pool.reserve([-(-min(longest, request.row_limit + ahead) // config.block_size) for request in requests])
+    return [-(-min(longest, request.row_limit + ahead) // config.block_size) for request in requests]
 
 
 def _first_token(logits: torch.Tensor | None, request: Request, device: str) -> tuple[int, int]:
@@ -340,41 +245,31 @@ def _first_reason(request: Request, token: int) -> int:
     return AT_LENGTH if len(request.prompt) + 1 >= request.row_limit else NOT_FINISHED
 
 
-def _write_rows(
-    step: Transition,
-    rows: list[int],
+def _row_values(
+    config: SpecConfig,
     requests: list[Request],
     firsts: list[int],
     reasons: list[int],
     flags: list[int],
     draft_limit: int,
-) -> None:
-    """Fill the small buffers of admitted rows; every field is written, so nothing of a row's former owner survives."""
-    config, device = step.config, step.config.device
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
+) -> dict[str, list[Any]]:
+    """What the fields of admitted rows hold; every one is given, so that nothing of a row's former owner survives."""
 
     def pad(values: list[int], width: int) -> list[int]:
         return values + [NO_TOKEN] * (width - len(values))
 
-    values: dict[str, list[Any]] = {
+    return {
         "tokens": [pad([*request.prompt, first], config.max_model_len) for request, first in zip(requests, firsts, strict=True)],
         "num_tokens": [len(request.prompt) + 1 for request in requests],
         "prompt_len": [len(request.prompt) for request in requests],
         "row_limit": [request.row_limit for request in requests],
         "draft_len": [min(len(request.prompt), draft_limit) for request in requests],
-        "num_draft": [0] * len(rows),
-        "num_drafted": [0] * len(rows),
+        "num_draft": [0] * len(requests),
+        "num_drafted": [0] * len(requests),
         "is_live": [int(reason == NOT_FINISHED) for reason in reasons],
         "finish_reason": reasons,
         "bad_row": flags,
         "temperature": [request.temperature for request in requests],
         "seed": [list(request.seed) for request in requests],
         "stop_ids": [pad(request.stop_ids, config.max_num_stop_ids) for request in requests],
-        "block_tables": step.target.table(config.blocks_per_row)[rows].tolist(),
     }
-    if step.draft is not None:
-        values["draft_block_tables"] = step.draft.table(config.blocks_per_row)[rows].tolist()
-    for name, new in values.items():
-        getattr(step.fields, name)[index] = (
-            torch.tensor(new, dtype=ARRAY_FIELDS[name]["dtype"]).view(len(rows), *getattr(step.fields, name).shape[1:]).to(device)
-        )

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from funcspec import rules
-from funcspec.admission import DEFAULT_CHUNK, admit_requests, ingest, init
+from funcspec.admission import DEFAULT_CHUNK, admit_requests, init
 from funcspec.config import SpecConfig
 from funcspec.drafters import standalone
 from funcspec.drafters.base import Drafter
@@ -29,6 +29,7 @@ from funcspec.pool import Pool
 from funcspec.requests import validate
 from funcspec.state import any_active
 from funcspec.steps import decode, prefill, verify
+from funcspec.transitions.torch import ingest
 
 DEFAULT_PROMPT = "Write a Python function that reverses a string."
 NEAR_TIE = 0.01  # a hundred times what fp32 logits differ between passes of different shape
@@ -180,7 +181,7 @@ def preference_margin(job: Job, prompt: int, output: list[int]) -> float:
     """Gap between the two best scores (logits, or logits over temperature plus noise) after a prompt and some output."""
     tokens = job.prompts[prompt] + output
     pool = Pool("target", job.target.kv_spec, 1, len(tokens), "cpu")
-    logits = ingest(job.target, pool, pool.reserve([1])[0], tokens, 0, DEFAULT_CHUNK, "cpu")
+    logits = ingest(job.target, pool, pool.reserve([1])[0], tokens, DEFAULT_CHUNK, "cpu")
     assert logits is not None
     scores = logits[0].float()
     if job.temperature > 0:

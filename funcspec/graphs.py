@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from funcspec.errors import BackendError, StateError, StepOrderError, refuse
+from funcspec.leases import Buffers, Lease
 from funcspec.pool import Branch
-from funcspec.state import SCORED, Buffers, Lease, SpecState, check_phase, check_state, name_step
-from funcspec.transition import Transition
+from funcspec.state import SCORED, SpecState, check_phase, check_state, name_step
+from funcspec.transitions.torch import TorchTransition
 
 WARM_UPS = 3
 
@@ -55,7 +56,7 @@ class Captured:
             StepOrderError: the state is at another point of the round.
             PoolExhaustedError: no room to copy on write. In all cases nothing was written.
         """
-        lease = check_state(state, self.name).lease
+        lease = _torch_lease(state, self.name)
         check_phase(state, self.name, (self._before,), "replay at the point of the round that was captured")
         draft_pool = None if lease.draft is None else lease.draft.pool
         if lease.target.pool is not self._pools["target"] or draft_pool is not self._pools["draft"]:
@@ -69,7 +70,7 @@ class Captured:
                 "state: expected the state that the last replay returned, got another while that one lives. "
                 "Fix: go on with that state, drop it, fork it and drop it, or capture a second graph."
             )
-        step = Transition(state, self.name, donate=True)
+        step = TorchTransition(state, self.name, donate=True)
         for role, (writes, _) in self._writes.items():
             if writes:
                 step.prepare_write(role)
@@ -111,7 +112,7 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
             state, verdict = captured(state)
         ```
     """
-    lease = check_state(state, "capture").lease
+    lease = _torch_lease(state, "capture")
     if state.config.device_type != "cuda":
         refuse("state", "a state on a GPU", f"one on {state.config.device}", "set SpecConfig.device to 'cuda'", BackendError)
     name = f"captured {getattr(step, '__name__', 'step')}"
@@ -123,7 +124,7 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     twin = _twin(state, lease.buffers.packed())
-    before = twin.lease
+    before = _torch_lease(twin, name)
     branches = before.target, before.draft
     try:
         with torch.cuda.graph(graph):
@@ -138,17 +139,25 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
             "step: expected one that ends at a round's start or while drafting, got one that ends scored. Fix: add accept."
         )
     before.target, before.draft = branches  # the donated twin has let go of them
-    return Captured(name, graph, before, new.lease, info)
+    return Captured(name, graph, before, _torch_lease(new, name), info)
 
 
 def _twin(state: SpecState, buffers: Buffers) -> SpecState:
     """A state over `buffers` at the same point of the round, whose rows hold no blocks: what is recorded does not depend on them."""
-    lease, rows = state.lease, (None,) * state.config.max_num_reqs
+    lease, rows = _torch_lease(state, "capture"), (None,) * state.config.max_num_reqs
     draft = None if lease.draft is None else Branch(lease.draft.pool, rows)
     known = [0] * state.config.max_num_reqs
     target = Branch(lease.target.pool, rows)
     twin = Lease(buffers, name_step("capture"), target, draft, lease.models, known, lease.phase, None, lease.draft_steps)
     return SpecState(state.config, twin)
+
+
+def _torch_lease(state: SpecState, use: str) -> Lease:
+    """The lease of a live state of torch."""
+    lease = check_state(state, use).lease
+    if not isinstance(lease, Lease):
+        refuse("state", "a state of torch", "one of JAX", "use jax.jit with donate_argnums=0, and lax.scan over rounds", BackendError)
+    return lease
 
 
 def _written(before: Branch | None, after: Branch | None) -> tuple[bool, bool]:

@@ -1,20 +1,53 @@
-"""Kernels inside JAX programs: any in-place operation as a pure JAX function.
+"""Kernels and models of torch inside JAX programs.
 
-XLA sees a functional operation whose results alias its written arguments. It donates or copies as it must, and the launcher
-writes in place, through DLPack and on XLA's own stream.
+`lift` turns an in-place operation into a pure JAX function, `jax_model` does the same with the forward of a torch model. XLA sees a
+functional operation whose results alias its written arguments. It donates or copies as it must, and the launcher writes in place,
+through DLPack and on XLA's own stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.experimental.buffer_callback import buffer_callback
 
-from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.kernels.op import Backend, Op
+from funcspec.models.base import KV, ForwardBatch, KVSpec, Model
+
+JAX_DTYPES: Mapping[torch.dtype, Any] = {
+    torch.bool: jnp.bool_,
+    torch.int8: jnp.int8,
+    torch.uint8: jnp.uint8,
+    torch.int16: jnp.int16,
+    torch.int32: jnp.int32,
+    torch.float16: jnp.float16,
+    torch.bfloat16: jnp.bfloat16,
+    torch.float32: jnp.float32,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+}
+"""JAX's dtype for each of torch's that crosses without being narrowed."""
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """JAX's name of a torch dtype.
+
+    Raises:
+        ArgumentTypeError: JAX would silently narrow it.
+
+    Example:
+        >>> jax_dtype(torch.bfloat16).__name__
+        'bfloat16'
+    """
+    if dtype not in JAX_DTYPES:
+        refuse("dtype", "a dtype of at most 32 bits", dtype, "use int32 or float32", ArgumentTypeError)
+    return JAX_DTYPES[dtype]
 
 
 def lift(op: Op, *, backend: Backend | None = None) -> Callable[..., dict[str, jax.Array]]:
@@ -22,7 +55,8 @@ def lift(op: Op, *, backend: Backend | None = None) -> Callable[..., dict[str, j
 
     The function takes the operation's arguments by keyword. Arrays may be traced; everything else (sizes, flags, None) is static.
     It returns the new values of the arguments that the operation writes. The arrays it was given stay as they were, unless JAX
-    was told to donate them; then the operation works in their memory.
+    was told to donate them; then the operation works in their memory. An argument that the operation writes as a whole may be
+    given as a `jax.ShapeDtypeStruct`: then no array has to be made for it first.
 
     Args:
         op: the operation, for example `funcspec.kernels.window_inputs.window_inputs_`.
@@ -37,15 +71,14 @@ def lift(op: Op, *, backend: Backend | None = None) -> Callable[..., dict[str, j
         jax.errors.JaxRuntimeError: (when run) the operation refused its arguments; the message names the operation.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> from funcspec.kernels.sample_indices import prepare_inputs_padded_
         >>> starts, drafts, valid = (jnp.array(x, jnp.int32) for x in ([0, 4, 9, 12], [3, 3, 5], [2, 1, 3]))
         >>> out = lift(prepare_inputs_padded_)(
         ...     cu_num_draft_tokens=drafts,
         ...     valid_sampled_tokens_count=valid,
         ...     query_start_loc=starts,
-        ...     out_token_indices=jnp.zeros(3, jnp.int32),
-        ...     out_num_rejected=jnp.zeros(3, jnp.int32),
+        ...     out_token_indices=jax.ShapeDtypeStruct((3,), jnp.int32),
+        ...     out_num_rejected=jax.ShapeDtypeStruct((3,), jnp.int32),
         ... )
         >>> out["out_token_indices"].tolist(), out["out_num_rejected"].tolist()
         ([1, 8, 11], [2, 0, 0])
@@ -61,33 +94,45 @@ def lift(op: Op, *, backend: Backend | None = None) -> Callable[..., dict[str, j
             if name not in arrays:
                 found = type(arguments[name]).__name__ if name in arguments else "nothing"
                 refuse(name, f"an array, as {op.name}_ writes it", found, "pass an array of the documented shape", ArgumentTypeError)
+        updated = [name for name in written if not isinstance(arrays[name], jax.ShapeDtypeStruct)]
         read = [name for name in arrays if name not in written]
-
-        def run(context: Any, outputs: Any, *inputs: Any) -> None:
-            # The written inputs alias the outputs; only the latter may be written.
-            views = dict(zip(written, map(torch.from_dlpack, outputs), strict=True))
-            views |= dict(zip(read, map(torch.from_dlpack, inputs[len(written) :]), strict=True))
-            with _on_stream(context, views):
-                try:
-                    op(backend=backend, **views, **static)
-                except Exception as error:
-                    raise RuntimeError(f"{op.name}_: {error}") from error
-
         call = buffer_callback(
-            run,
+            _OpCall(op, backend, tuple(written), tuple(updated), tuple(read), tuple(static.items())),
             tuple(jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in written),
             # A pure operation whose results are the whole carry of a while_loop is hoisted out of it by XLA; then it never ends.
             has_side_effect=True,
-            input_output_aliases={index: index for index in range(len(written))},
+            input_output_aliases={index: written.index(name) for index, name in enumerate(updated)},
             command_buffer_compatible=True,
         )
-        return dict(zip(written, call(*(arrays[name] for name in written + read)), strict=True))
+        return dict(zip(written, call(*(arrays[name] for name in updated + read)), strict=True))
 
     return lifted
 
 
+@dataclass(frozen=True)
+class _OpCall:
+    """What XLA calls back. Equal calls compile once, also when an operation is called eagerly again and again."""
+
+    op: Op
+    backend: Backend | None
+    written: tuple[str, ...]
+    updated: tuple[str, ...]
+    read: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
+
+    def __call__(self, context: Any, outputs: Any, *inputs: Any) -> None:
+        # The updated inputs alias their outputs; only the latter may be written.
+        views = dict(zip(self.written, map(torch.from_dlpack, outputs), strict=True))
+        views |= dict(zip(self.read, map(torch.from_dlpack, inputs[len(self.updated) :]), strict=True))
+        with _on_stream(context, views.values()):
+            try:
+                self.op(backend=self.backend, **views, **dict(self.static))
+            except Exception as error:
+                raise RuntimeError(f"{self.op.name}_: {error}") from error
+
+
 def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
+    return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def _check(op: Op, name: str, value: Any) -> None:
@@ -97,13 +142,98 @@ def _check(op: Op, name: str, value: Any) -> None:
         refuse(
             name, "a jax.Array, as a pure function writes nothing of yours", "a numpy.ndarray", "wrap it with jnp.array", ArgumentTypeError
         )
+    if isinstance(value, jax.ShapeDtypeStruct) and name not in op.writes:
+        refuse(name, f"an array, as {op.name}_ reads it", "only a shape", "pass its values", ArgumentTypeError)
 
 
-def _on_stream(context: Any, views: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
+def _on_stream(context: Any, views: Any) -> AbstractContextManager[Any]:
     """Make torch, and so Triton, launch on XLA's stream."""
-    if any(view.is_cuda for view in views.values()):
+    if any(view.is_cuda for view in views):
         return torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
     return nullcontext()
 
 
-__all__ = ["lift"]
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class LiftedModel:
+    """A torch model as a model of JAX; see `jax_model`."""
+
+    model: Model
+
+    framework = "jax"
+
+    @property
+    def vocab_size(self) -> int:
+        """The torch model's."""
+        return self.model.vocab_size
+
+    @property
+    def max_len(self) -> int:
+        """The torch model's."""
+        return self.model.max_len
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The torch model's."""
+        return self.model.kv_spec
+
+    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
+        """Run the torch model on XLA's stream. Its cache is updated in place where JAX donates; logits come as float32."""
+        if batch.hidden_layers:
+            refuse("hidden_layers", "none", batch.hidden_layers, "use a model of JAX for hidden states", ModelError)
+        names = tuple(kv)
+        count = (batch.input_ids if batch.logits_indices is None else batch.logits_indices).shape[0]
+        shapes = [jax.ShapeDtypeStruct(kv[name].shape, kv[name].dtype) for name in names]
+        call = buffer_callback(
+            _ModelCall(self.model, names),
+            (*shapes, jax.ShapeDtypeStruct((count, self.vocab_size), jnp.float32)),
+            has_side_effect=True,
+            input_output_aliases={index: index for index in range(len(names))},
+        )
+        *new, logits = call(*(kv[name] for name in names), batch)
+        return dict(zip(names, new, strict=True)), logits, ()
+
+
+@dataclass(frozen=True)
+class _ModelCall:
+    """What XLA calls back for a forward."""
+
+    model: Model
+    names: tuple[str, ...]
+
+    def __call__(self, context: Any, outputs: Any, *inputs: Any) -> None:
+        *caches, logits = map(torch.from_dlpack, outputs)
+        batch = jax.tree.map(torch.from_dlpack, inputs[-1])
+        with _on_stream(context, [logits]), torch.no_grad():
+            _, found, _ = self.model.forward(dict(zip(self.names, caches, strict=True)), batch)
+            if tuple(found.shape) != tuple(logits.shape):
+                raise ModelError(
+                    f"forward: expected float logits {list(logits.shape)}, got {list(found.shape)}. "
+                    "Fix: return logits at batch.logits_indices only (at all tokens if it is None)."
+                )
+            logits.copy_(found)
+
+
+def jax_model(model: Model) -> LiftedModel:
+    """Make a JAX model of a torch model, for states of JAX: eagerly and inside programs.
+
+    The torch model runs as it is, called back by XLA; its weights stay torch's. Its logits are handed over as float32, which is exact
+    for every dtype a model may return, so that the same tokens are chosen. Such a call is not recorded into XLA's command buffers.
+
+    Args:
+        model: a torch model that writes its cache in place and returns no hidden states.
+
+    Raises:
+        ArgumentTypeError: it is no model, or is one of JAX already.
+
+    Example:
+        >>> import funcspec as fs
+        >>> jax_model(fs.models.ChecksumModel()).framework
+        'jax'
+    """
+    if not isinstance(model, Model) or isinstance(model, type) or getattr(model, "framework", "torch") != "torch":
+        refuse("model", "a model of torch", type(model).__name__, "a model of JAX needs no lifting", ArgumentTypeError)
+    return LiftedModel(model)
+
+
+__all__ = ["JAX_DTYPES", "LiftedModel", "jax_dtype", "jax_model", "lift"]

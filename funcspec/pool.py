@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 
@@ -29,6 +30,19 @@ from funcspec.models.base import KVSpec
 
 STRANGER = -1
 """Version of a branch holder that is never the tip."""
+
+
+def refuse_reservation(role: str, wanted: int, free: int, total: int) -> NoReturn:
+    """Say that there are too few free blocks.
+
+    Raises:
+        PoolExhaustedError: always.
+    """
+    raise PoolExhaustedError(
+        f"num_blocks: expected {wanted} free blocks in the {role} pool, got {free} of {total}. "
+        "Fix: drop old states that still hold blocks (variables, lists, a notebook's Out[]), release finished rows, "
+        "or raise SpecConfig.num_blocks."
+    )
 
 
 class Pool:
@@ -81,11 +95,7 @@ class Pool:
         """
         wanted = sum(counts)
         if wanted > len(self._free):
-            raise PoolExhaustedError(
-                f"num_blocks: expected {wanted} free blocks in the {self.role} pool, got {len(self._free)} of {self.num_blocks}. "
-                "Fix: drop old states that still hold blocks (variables, lists, a notebook's Out[]), release finished rows, "
-                "or raise SpecConfig.num_blocks."
-            )
+            refuse_reservation(self.role, wanted, len(self._free), self.num_blocks)
         return [RowBlocks(self, tuple(heapq.heappop(self._free) for _ in range(count))) for count in counts]
 
     def retain(self, blocks: Iterable[int]) -> None:

@@ -1,21 +1,22 @@
 """States on the host: comparable, hashable, picklable, printable; with or without KV."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from funcspec.admission import DEFAULT_CHUNK, check_drafter, check_partner, ingest
+from funcspec.admission import DEFAULT_CHUNK
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
-from funcspec.models.base import KVSpec, Model
-from funcspec.pool import Branch, Pool, RowBlocks
-from funcspec.state import ARRAY_FIELDS, DRAFTING, ROUND_START, Buffers, Lease, Partner, SpecState, check_phase, check_state, name_step
-
-_TABLES = ("block_tables", "draft_block_tables")  # where blocks lie is no part of a state's value
+from funcspec.leases import JaxLease, Lease, Partner
+from funcspec.models.base import Model
+from funcspec.partners import check_drafter, check_partner, framework_of
+from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_phase, check_state
+from funcspec.transitions import Transition, open_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +24,12 @@ class _Cache:
     """One model's share of a snapshot.
 
     Attributes:
-        spec, partner: what the model was.
+        partner: what the model was.
         lengths: positions that count in each row.
         num_blocks: blocks each row holds, None for a row without any.
         rows: for each row, each entry's bytes `[num_layers, length, ...]`; None without KV.
     """
 
-    spec: KVSpec
     partner: Partner
     lengths: tuple[int, ...]
     num_blocks: tuple[int | None, ...]
@@ -45,6 +45,7 @@ class Snapshot:
         phase, draft_steps: where in the round the state was.
         fields: every small buffer but the block tables, as NumPy arrays.
         caches: the models' KV by role.
+        framework: "torch" or "jax", what the state was of; no part of the value.
     """
 
     config: SpecConfig
@@ -52,6 +53,7 @@ class Snapshot:
     draft_steps: int
     fields: dict[str, np.ndarray]
     caches: dict[str, _Cache]
+    framework: str
 
     @property
     def digest(self) -> str:
@@ -61,7 +63,7 @@ class Snapshot:
             hashed.update(name.encode() + self.fields[name].tobytes())
         for role in sorted(self.caches):
             cache = self.caches[role]
-            hashed.update(repr((role, cache.spec, cache.partner, cache.lengths, cache.rows is None)).encode())
+            hashed.update(repr((role, cache.partner, cache.lengths, cache.rows is None)).encode())
             for row in cache.rows or ():
                 for name in sorted(row):
                     hashed.update(name.encode() + row[name].tobytes())
@@ -99,113 +101,113 @@ def snapshot(state: SpecState, *, kv: bool = True) -> Snapshot:
         True
     """
     check_phase(check_state(state, "snapshot"), "snapshot", (ROUND_START, DRAFTING), "accept the scores first")
-    lease, buffers = state.lease, state.lease.buffers
-    fields = {name: getattr(buffers, name).detach().cpu().numpy().copy() for name in ARRAY_FIELDS if name not in _TABLES}
+    lease = state.lease
+    fields = {name: _host(lease.array(name)) for name in ARRAY_FIELDS if name not in BLOCK_TABLES}
     for values in fields.values():
         values.flags.writeable = False
     lengths = {"target": np.maximum(fields["num_tokens"] - 1, 0)}
-    branches = {"target": lease.target}
-    if lease.draft is not None:
-        branches["draft"] = lease.draft
+    if "draft" in lease.models:
         limit = lease.models["draft"].max_len
         lengths["draft"] = np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), limit)
-    caches = {role: _copy_cache(branch, lease.models[role], lengths[role].tolist(), kv) for role, branch in branches.items()}
-    return Snapshot(state.config, lease.phase, lease.draft_steps, fields, caches)
+    caches = {role: _copy_cache(lease, role, lengths[role].tolist(), kv) for role in lease.models}
+    return Snapshot(state.config, lease.phase, lease.draft_steps, fields, caches, lease.framework)
 
 
-def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | None = None) -> SpecState:
-    """Make a state from a snapshot, with pools of its own.
+def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | None = None, *, framework: str | None = None) -> SpecState:
+    """Make a state from a snapshot, with KV of its own.
 
     Args:
         snapshot: what `snapshot` returned.
         target, drafter: needed for a snapshot without KV, whose tokens are run through them; else only checked if given.
+        framework: "torch" or "jax", what the state is to be of: a snapshot of either can be restored in both. None is that of the
+            models if they are given, else that of the snapshot.
 
     Returns:
         a state that goes on exactly as the one the snapshot was taken of.
 
     Raises:
-        ModelError: a model is missing or is not the one the state was made for.
+        ModelError: a model is missing, is not the one the state was made for, or is of another framework.
     """
     if not isinstance(snapshot, Snapshot):
         refuse("snapshot", "a Snapshot", type(snapshot).__name__, "pass what snapshot(state) returned", ArgumentTypeError)
-    config = snapshot.config
     if drafter is not None:
         check_drafter(drafter)
-    if drafter is not None and drafter.kv_model is not None and "draft" not in snapshot.caches:
-        refuse("drafter", "None, as the state was made with", type(drafter).__name__, "leave it out", ModelError)
-    models: dict[str, Model | None] = {"target": target, "draft": drafter.kv_model if drafter is not None else None}
-    buffers = Buffers.filled(config)
-    for name, values in snapshot.fields.items():
-        getattr(buffers, name).copy_(torch.from_numpy(values.copy()))
-    branches: dict[str, Branch] = {}
-    for role, cache in snapshot.caches.items():
-        branch = _fill_cache(role, cache, models.get(role), config, snapshot.fields)
-        if role == "draft" and snapshot.phase == DRAFTING:
-            branch = branch.advance(guarded=True)  # a state in mid-round relies on places past its committed length
-        branches[role] = branch
-        table = buffers.block_tables if role == "target" else buffers.draft_block_tables
-        table.copy_(branch.table(config.blocks_per_row))
-    known = snapshot.fields["num_tokens"].tolist()
+        if drafter.kv_model is not None and "draft" not in snapshot.caches:
+            refuse("drafter", "None, as the state was made with", type(drafter).__name__, "leave it out", ModelError)
+    models = {"target": target, "draft": drafter.kv_model if drafter is not None else None}
+    framework = _check_models(snapshot, models, framework)
     partners = {role: cache.partner for role, cache in snapshot.caches.items()}
-    lease = Lease(
-        buffers,
-        name_step("restore"),
-        branches["target"],
-        branches.get("draft"),
-        partners,
-        known,
-        snapshot.phase,
-        None,
-        snapshot.draft_steps,
-    )
-    return SpecState(config, lease)
+    empty = SpecState(snapshot.config, (JaxLease if framework == "jax" else Lease).empty(snapshot.config, partners))
+    step = open_step(empty, "restore", donate=True)
+    blocks = {role: _fill_cache(step, role, cache, models[role], snapshot.fields) for role, cache in snapshot.caches.items()}
+    if "draft" in blocks and snapshot.phase == DRAFTING:
+        step.advance("draft")  # a state in mid-round relies on places past its committed length
+    values = {name: array.copy() for name, array in snapshot.fields.items()}
+    step.put_rows(range(snapshot.config.max_num_reqs), values, blocks)
+    return step.close(snapshot.phase, draft_steps=snapshot.draft_steps)
 
 
-def _copy_cache(branch: Branch, partner: Partner, lengths: list[int], kv: bool) -> _Cache:
-    held = tuple(None if row is None else len(row.ids) for row in branch.rows)
-    lengths = [
-        0 if row is None else min(length, len(row.ids) * branch.pool.block_size) for row, length in zip(branch.rows, lengths, strict=True)
-    ]
-    rows = tuple(_read_row(branch.pool, row, length) for row, length in zip(branch.rows, lengths, strict=True)) if kv else None
-    return _Cache(branch.pool.kv_spec, partner, tuple(lengths), held, rows)
+def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework: str | None) -> str:
+    """Refuse models that do not fit; return the framework of the state to be made."""
+    if framework not in (None, "torch", "jax"):
+        refuse("framework", "'torch', 'jax' or None", repr(framework), "leave it out")
+    given = {role: model for role, model in models.items() if model is not None}
+    wanted = framework or next((framework_of(model) for model in given.values()), snapshot.framework)
+    for role, cache in snapshot.caches.items():
+        argument = "drafter" if role == "draft" else role
+        model = given.get(role)
+        if model is not None:
+            check_partner(argument, model, cache.partner)
+            if framework_of(model) != wanted:
+                refuse(argument, f"a model of {wanted}", f"one of {framework_of(model)}", "use models of one framework", ModelError)
+        elif cache.rows is None:
+            raise ModelError(
+                f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore."
+            )
+    return wanted
 
 
-def _read_row(pool: Pool, row: RowBlocks | None, length: int) -> dict[str, np.ndarray]:
+def _host(array: Any) -> np.ndarray:
+    return array.detach().cpu().numpy().copy() if isinstance(array, torch.Tensor) else np.array(array)
+
+
+def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool) -> _Cache:
+    size, blocks = lease.config.block_size, lease.blocks(role)
+    held = tuple(None if ids is None else len(ids) for ids in blocks)
+    lengths = [min(length, (count or 0) * size) for count, length in zip(held, lengths, strict=True)]
+    rows = None
+    if kv:
+        buffers = lease.cache(role)
+        rows = tuple({} if ids is None else _read_row(buffers, ids, length) for ids, length in zip(blocks, lengths, strict=True))
+    return _Cache(lease.models[role], tuple(lengths), held, rows)
+
+
+def _read_row(buffers: Mapping[str, torch.Tensor], ids: tuple[int, ...], length: int) -> dict[str, np.ndarray]:
     """The first `length` positions of a row as raw bytes (NumPy has no bfloat16)."""
-    if row is None:
-        return {}
     found = {}
-    for name, cache in pool.kv.items():
-        blocks = cache[:, list(row.ids)]
-        values = blocks.reshape(cache.shape[0], -1, *cache.shape[3:])[:, :length].contiguous()
+    for name, cache in buffers.items():
+        values = cache[:, list(ids)].reshape(cache.shape[0], -1, *cache.shape[3:])[:, :length].contiguous()
         found[name] = values.reshape(-1).view(torch.uint8).cpu().numpy().copy()
     return found
 
 
-def _fill_cache(role: str, cache: _Cache, model: Model | None, config: SpecConfig, fields: dict[str, np.ndarray]) -> Branch:
-    pool = Pool(role, cache.spec, config.num_kv_blocks, config.block_size, config.device)
-    argument = "drafter" if role == "draft" else role
-    if model is not None:
-        check_partner(argument, model, cache.partner, pool)
-    elif cache.rows is None:
-        raise ModelError(f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore.")
-    reserved = pool.reserve([count or 0 for count in cache.num_blocks])
-    rows = tuple(None if count is None else blocks for count, blocks in zip(cache.num_blocks, reserved, strict=True))
-    for index, (row, length) in enumerate(zip(rows, cache.lengths, strict=True)):
+def _fill_cache(step: Transition, role: str, cache: _Cache, model: Model | None, fields: dict[str, np.ndarray]) -> list[Any]:
+    """Give every row its blocks and what was in them; returns the blocks by row."""
+    taken = iter(step.reserve(role, [count for count in cache.num_blocks if count is not None]))
+    blocks = [None if count is None else next(taken) for count in cache.num_blocks]
+    for index, (row, length) in enumerate(zip(blocks, cache.lengths, strict=True)):
         if row is None:
             continue
         if cache.rows is not None:
-            _write_row(pool, row, cache.rows[index], length)
+            step.put_cache(role, row, _tensors(cache.partner, cache.rows[index], length))
         elif model is not None:
-            ingest(model, pool, row, fields["tokens"][index, :length].tolist(), 0, DEFAULT_CHUNK, config.device)
-    return Branch(pool, rows)
+            step.ingest(role, model, row, fields["tokens"][index, :length].tolist(), DEFAULT_CHUNK)
+    return blocks
 
 
-def _write_row(pool: Pool, row: RowBlocks, values: dict[str, Any], length: int) -> None:
-    for entry in pool.kv_spec.entries:
-        cache = pool.kv[entry.name]
-        raw = torch.from_numpy(values[entry.name]).to(cache.device).view(entry.dtype)
-        tokens = raw.view(cache.shape[0], length, *entry.shape)
-        padded = tokens.new_zeros(cache.shape[0], len(row.ids) * pool.block_size, *entry.shape)
-        padded[:, :length] = tokens
-        cache[:, list(row.ids)] = padded.view(cache.shape[0], len(row.ids), pool.block_size, *entry.shape)
+def _tensors(partner: Partner, row: dict[str, np.ndarray], length: int) -> dict[str, torch.Tensor]:
+    spec = partner.kv_spec
+    return {
+        entry.name: torch.from_numpy(row[entry.name].copy()).view(entry.dtype).view(spec.num_layers, length, *entry.shape)
+        for entry in spec.entries
+    }

@@ -8,19 +8,17 @@ Steps are pure: the state they are given stays as it was, and the same state and
 `donate=True` a step reuses its input's buffers, and the input is dead from then on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-import torch
+import jax
 
-from funcspec.admission import check_partner, partner_model
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, StaleScoresError, refuse
-from funcspec.kernels.acceptance import accept_matching_
-from funcspec.kernels.window_inputs import VERIFY
-from funcspec.models.base import ForwardBatch, Model
-from funcspec.noise import TARGET
+from funcspec.models.base import Array, Model
+from funcspec.partners import check_partner, partner_model
 from funcspec.state import DRAFTING, ROUND_START, SCORED, SpecState, check_phase, check_state
-from funcspec.transition import Transition, Window, revive
+from funcspec.transitions import Transition, open_step
+from funcspec.transitions.torch import revive
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Draft:
         step: how many draft steps the round has had.
     """
 
-    tokens: torch.Tensor
-    num_draft: torch.Tensor
+    tokens: Array
+    num_draft: Array
     step: int
 
 
@@ -52,13 +50,13 @@ class Verdict:
         bad_row: [R] int32, 1 where an emitted token came from logits with NaN, +inf or nothing allowed.
     """
 
-    tokens: torch.Tensor
-    num_accepted: torch.Tensor
-    num_emitted: torch.Tensor
-    num_drafted: torch.Tensor
-    origin: torch.Tensor
-    finish_reason: torch.Tensor
-    bad_row: torch.Tensor
+    tokens: Array
+    num_accepted: Array
+    num_emitted: Array
+    num_drafted: Array
+    origin: Array
+    finish_reason: Array
+    bad_row: Array
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,21 @@ class Scores:
         stamp: identity of the state the scores belong to.
     """
 
-    logits: torch.Tensor
+    logits: Array
     stamp: object
+
+
+# What happened in a step leaves a JAX program like any other arrays.
+jax.tree_util.register_dataclass(Draft, data_fields=["tokens", "num_draft"], meta_fields=["step"])
+jax.tree_util.register_dataclass(Verdict, data_fields=[field.name for field in fields(Verdict)], meta_fields=[])
+jax.tree_util.register_dataclass(Scores, data_fields=["logits"], meta_fields=["stamp"])
 
 
 def prefill(
     state: SpecState,
     drafter: Drafter,
     *,
-    num_draft: int | list[int] | torch.Tensor | None = None,
+    num_draft: int | list[int] | Array | None = None,
     donate: bool = False,
 ) -> tuple[SpecState, Draft]:
     """Draft step 0: feed the drafter what was committed since the last round and draft one token a row.
@@ -151,10 +155,10 @@ def score(state: SpecState, target: Model, *, donate: bool = False) -> tuple[Spe
         ModelError, PoolExhaustedError: as for `prefill`.
     """
     step = _open_scoring(state, target, "score", donate)
-    _, _, logits = step.score(target)
-    stamp = object()
+    _, logits = step.score(target)
+    stamp = object() if state.framework == "torch" else None
     shape = (step.config.max_num_reqs, step.config.num_speculative_tokens + 1, target.vocab_size)
-    return step.close(SCORED, stamp=stamp), Scores(logits.reshape(shape).clone(), stamp)
+    return step.close(SCORED, stamp=stamp), Scores(step.copied(logits.reshape(shape)), stamp)
 
 
 def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[SpecState, Verdict]:
@@ -182,14 +186,10 @@ def accept(state: SpecState, scores: Scores, *, donate: bool = False) -> tuple[S
         raise StaleScoresError("scores: expected the scores of this very state, got those of another. Fix: call score on this state again.")
     config = state.config
     shape = (config.max_num_reqs, config.num_speculative_tokens + 1, state.lease.models["target"].vocab_size)
-    logits = scores.logits
-    if not isinstance(logits, torch.Tensor) or tuple(logits.shape) != shape or not logits.is_floating_point():
-        found = f"{list(logits.shape)} {logits.dtype}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        refuse("scores.logits", f"float logits {list(shape)}, a torch tensor", found, "change values, not the shape")
-    step = Transition(state, "accept", donate=donate)
-    width = shape[1]
-    window, batch = step.window("target", VERIFY, width, limit=config.max_model_len, all_logits=True)
-    return _accept(step, window, batch, scores.logits.detach().reshape(-1, shape[2]))
+    step = open_step(state, "accept", donate=donate)
+    step.check_array("scores.logits", scores.logits, shape, "a float", "change values, not the shape")
+    verdict = Verdict(**step.accept(step.verified_window(), step.detached(scores.logits).reshape(-1, shape[2])))
+    return step.close(ROUND_START), verdict
 
 
 def verify(state: SpecState, target: Model, *, donate: bool = False) -> tuple[SpecState, Verdict]:
@@ -207,8 +207,8 @@ def verify(state: SpecState, target: Model, *, donate: bool = False) -> tuple[Sp
         StepOrderError, ModelError, PoolExhaustedError: as for `score`.
     """
     step = _open_scoring(state, target, "verify", donate)
-    window, batch, logits = step.score(target)
-    return _accept(step, window, batch, logits)
+    verdict = Verdict(**step.accept(*step.score(target)))
+    return step.close(ROUND_START), verdict
 
 
 def step_round(
@@ -216,7 +216,7 @@ def step_round(
     target: Model,
     drafter: Drafter | None,
     *,
-    num_draft: int | list[int] | torch.Tensor | None = None,
+    num_draft: int | list[int] | Array | None = None,
     donate: bool = False,
 ) -> tuple[SpecState, Verdict]:
     """One turn of the loop: `prefill`, K - 1 times `decode`, `verify`.
@@ -235,14 +235,14 @@ def step_round(
         if num_draft is not None and (type(num_draft) is not int or num_draft != 0):
             refuse("num_draft", "None or 0 without a drafter", repr(num_draft)[:60], "pass a drafter")
         return verify(state, target, donate=donate)
-    check_partner("target", target, check_state(state, "step_round").lease.models["target"], state.lease.target.pool)
+    check_partner("target", target, check_state(state, "step_round").lease.models["target"])
     newest, _ = prefill(state, drafter, num_draft=num_draft, donate=donate)
     try:
         for _ in range(state.config.num_speculative_tokens - 1):
             newest, _ = decode(newest, drafter, donate=True)
         return verify(newest, target, donate=True)
     except BaseException:
-        if donate:
+        if donate and state.framework == "torch":
             revive(state, newest)
         raise
 
@@ -253,52 +253,21 @@ def _drafting_step(
     partner_model(state, None, drafter)
     if not hasattr(drafter, "first"):
         refuse("drafter", "a drafter", type(drafter).__name__, "call verify alone to decode without drafts", ArgumentTypeError)
-    step = Transition(state, name, donate=donate)
+    step = open_step(state, name, donate=donate)
     if first:
         drafter.first(step, step.wanted(num_draft))
     else:
         drafter.next(step)
     count = 1 if first else step.draft_steps + 1
-    draft = Draft(step.drafts(), step.fields.num_draft.clone(), count)
+    draft = Draft(step.drafts(), step.copied(step.fields.num_draft), count)
     return step.close(DRAFTING, draft_steps=count), draft
 
 
 def _open_scoring(state: SpecState, target: Model, name: str, donate: bool) -> Transition:
-    lease = check_state(state, name).lease
-    expected = (DRAFTING,) if lease.draft is not None else (ROUND_START, DRAFTING)
+    partners = check_state(state, name).lease.models
+    expected = (DRAFTING,) if "draft" in partners else (ROUND_START, DRAFTING)
     check_phase(
         state, name, expected, "call prefill first (num_draft=0 drafts nothing but keeps the drafter in step), and accept after score"
     )
-    check_partner("target", target, lease.models["target"], lease.target.pool)
-    return Transition(state, name, donate=donate)
-
-
-def _accept(step: Transition, window: Window, batch: ForwardBatch, logits: torch.Tensor) -> tuple[SpecState, Verdict]:
-    """Choose the target's tokens, match, commit; the rest of `verify` after the forward."""
-    choice = step.choose("target", logits, window, batch, stream=TARGET)
-    fields, rows, width = step.fields, step.config.max_num_reqs, window.width
-    out = torch.empty(2 * width + 4, rows, dtype=torch.int32, device=step.config.device)
-    tokens, origin = out[:width].view(rows, width), out[width : 2 * width].view(rows, width)
-    num_accepted, num_emitted, num_drafted, bad_row = out[2 * width :].unbind()
-    accept_matching_(
-        chosen=choice.tokens,
-        bad=choice.bad,
-        row_limit=fields.row_limit,
-        stop_ids=fields.stop_ids,
-        tokens=fields.tokens,
-        num_tokens=fields.num_tokens,
-        num_draft=fields.num_draft,
-        num_drafted=fields.num_drafted,
-        is_live=fields.is_live,
-        finish_reason=fields.finish_reason,
-        bad_row=fields.bad_row,
-        out_tokens=tokens,
-        out_origin=origin,
-        out_num_accepted=num_accepted,
-        out_num_emitted=num_emitted,
-        out_num_drafted=num_drafted,
-        out_bad_row=bad_row,
-    )
-    step.target = step.target.settle()
-    verdict = Verdict(tokens, num_accepted, num_emitted, num_drafted, origin, fields.finish_reason.clone(), bad_row)
-    return step.close(ROUND_START), verdict
+    check_partner("target", target, partners["target"])
+    return open_step(state, name, donate=donate)

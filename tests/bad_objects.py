@@ -258,7 +258,7 @@ def _scores() -> Iterator[Bad]:
     yield bad("stamp of its own", StaleScoresError, stale, lambda world: replace(world.scores, stamp=object()))
     yield bad("no stamp", StaleScoresError, stale, lambda world: replace(world.scores, stamp=None))
     yield bad("scores of a twin", StaleScoresError, stale, lambda world: fs.score(world.drafting, TARGET)[1])
-    shape = r"^scores\.logits: expected float logits \[3, 4, 97\], a torch tensor, got"
+    shape = r"^scores\.logits: expected a float tensor \[3, 4, 97\] on cpu, got"
     for change in (
         lambda logits: logits[:2],
         lambda logits: logits[:, :3],

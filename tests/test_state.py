@@ -14,8 +14,9 @@ from oracle import checksum_greedy, config, output, pair, run
 
 import funcspec as fs
 from funcspec.errors import ArgumentError, ArgumentTypeError, DonatedStateError, ModelError, StateError, StepOrderError
+from funcspec.leases import ALIGNMENT, Buffers
 from funcspec.models import ChecksumModel
-from funcspec.state import ALIGNMENT, ARRAY_FIELDS, Buffers, field_shape
+from funcspec.state import ARRAY_FIELDS, field_shape
 
 TARGET, DRAFTER = pair()
 

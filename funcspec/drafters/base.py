@@ -2,13 +2,11 @@
 
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-import torch
-
 from funcspec.config import SpecConfig
-from funcspec.models.base import Model
+from funcspec.models.base import Array, Model
 
 if TYPE_CHECKING:
-    from funcspec.transition import Transition
+    from funcspec.transitions import Transition
 
 
 @runtime_checkable
@@ -21,7 +19,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def token_ids(self) -> torch.Tensor | None:
+    def token_ids(self) -> Array | None:
         """[V_draft] int32, draft id to target id, or None where they are the same."""
         ...
 
@@ -38,7 +36,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def first(self, transition: "Transition", wanted: torch.Tensor) -> None:
+    def first(self, transition: "Transition", wanted: Array) -> None:
         """Draft step 0: take in what was committed since the last round and append the first draft of every row.
 
         Args:

@@ -1,16 +1,19 @@
 """Standalone drafting: a smaller language model with its own KV drafts one token a step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 
 from funcspec.config import SpecConfig
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
-from funcspec.models.base import Model
+from funcspec.models.base import Array, Model
 
 if TYPE_CHECKING:
-    from funcspec.transition import Transition
+    from funcspec.transitions import Transition
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +21,7 @@ class Standalone:
     """A draft model as a drafter; see `standalone`."""
 
     model: Model
-    token_ids: torch.Tensor | None = None
+    token_ids: Array | None = None
     proposal: Literal["sampled", "point"] = "sampled"
 
     @property
@@ -54,7 +57,7 @@ class Standalone:
                 "Fix: the ids mean different tokens; use a draft of the same tokenizer."
             )
 
-    def first(self, transition: "Transition", wanted: torch.Tensor) -> None:
+    def first(self, transition: "Transition", wanted: Array) -> None:
         """Feed what was committed and draft the first token."""
         transition.draft_once(self.model, first=True, token_ids=self.token_ids, wanted=wanted)
 
@@ -63,7 +66,19 @@ class Standalone:
         transition.draft_once(self.model, first=False, token_ids=self.token_ids, wanted=transition.fields.num_draft)
 
 
-def standalone(model: Model, token_ids: torch.Tensor | None = None) -> Standalone:
+def _flatten(drafter: Standalone) -> tuple[tuple[Any, Any], str]:
+    return (drafter.model, drafter.token_ids), drafter.proposal
+
+
+def _unflatten(proposal: Any, children: tuple[Any, Any]) -> Standalone:
+    return Standalone(children[0], children[1], proposal)
+
+
+# With a model of JAX that is a pytree, the drafter is an argument of a program, and its weights are no constants of it.
+jax.tree_util.register_pytree_node(Standalone, _flatten, _unflatten)
+
+
+def standalone(model: Model, token_ids: Array | None = None) -> Standalone:
     """Make a drafter of a language model.
 
     The draft has its own KV, its own length limit (`model.max_len`: a row that outgrows it drafts fewer, then no tokens)
@@ -72,10 +87,10 @@ def standalone(model: Model, token_ids: torch.Tensor | None = None) -> Standalon
     Args:
         model: the draft model. It reads target ids.
         token_ids: [V_draft] int32, the target id of each of the draft's output ids; for drafts that cover a part of the
-            vocabulary. None where the ids are the same.
+            vocabulary. None where the ids are the same. A tensor, or for a model of JAX a jax.Array.
 
     Raises:
-        ArgumentTypeError: `token_ids` is not a one-dimensional int32 tensor, or `model` is not a model.
+        ArgumentTypeError: `token_ids` is not a one-dimensional int32 array, or `model` is not a model.
         ArgumentError: `token_ids` does not have one distinct entry for each output of the model.
 
     Example:
@@ -93,19 +108,19 @@ def standalone(model: Model, token_ids: torch.Tensor | None = None) -> Standalon
             ArgumentTypeError,
         )
     if token_ids is not None:
-        if not isinstance(token_ids, torch.Tensor) or token_ids.dtype != torch.int32 or token_ids.dim() != 1:
+        of_jax = getattr(model, "framework", "torch") == "jax"
+        kind, int32 = (jax.Array, jnp.int32) if of_jax else (torch.Tensor, torch.int32)
+        if not isinstance(token_ids, kind) or token_ids.dtype != int32 or token_ids.ndim != 1:
             refuse(
                 "token_ids",
-                "a one-dimensional int32 tensor",
+                f"a one-dimensional int32 {'jax.Array' if of_jax else 'tensor'}",
                 getattr(token_ids, "dtype", type(token_ids).__name__),
-                "convert it with .int()",
+                "convert it",
                 ArgumentTypeError,
             )
-        if token_ids.numel() != model.vocab_size or token_ids.unique().numel() != token_ids.numel():
+        count, distinct = len(token_ids), len(np.unique(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids)))
+        if count != model.vocab_size or distinct != count:
             refuse(
-                "token_ids",
-                f"{model.vocab_size} distinct ids",
-                f"{token_ids.unique().numel()} distinct of {token_ids.numel()}",
-                "give every draft id its own target id",
+                "token_ids", f"{model.vocab_size} distinct ids", f"{distinct} distinct of {count}", "give every draft id its own target id"
             )
     return Standalone(model, token_ids)

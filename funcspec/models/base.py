@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import torch
 
-KV = Mapping[str, torch.Tensor]
+Array = Any
+"""A torch tensor, or a JAX array in states and models of JAX."""
+
+KV = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,22 @@ class ForwardBatch:
         hidden_layers: layers whose hidden states are wanted too.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-    logits_indices: torch.Tensor | None
+    input_ids: Array
+    positions: Array
+    query_start_loc: Array
+    seq_lens: Array
+    slot_mapping: Array
+    block_tables: Array
+    logits_indices: Array | None
     max_query_len: int
     hidden_layers: tuple[int, ...] = ()
+
+
+jax.tree_util.register_dataclass(
+    ForwardBatch,
+    data_fields=["input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "block_tables", "logits_indices"],
+    meta_fields=["max_query_len", "hidden_layers"],
+)
 
 
 @runtime_checkable
@@ -88,7 +99,7 @@ class Model(Protocol):
         """Layout of the cache that `forward` is given."""
         ...
 
-    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, Array, tuple[Array, ...]]:
         """Run the batch.
 
         Args:
