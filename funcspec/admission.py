@@ -122,7 +122,7 @@ def admit(
         PoolExhaustedError: too few blocks. In all cases nothing was written and the state stays usable.
     """
     lease = check_state(state, "admit").lease
-    check_partner("target", target, lease.models["target"])
+    check_partner("target", target, lease.models["target"], state.framework)
     requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, stop_ids)
     return admit_requests(state, target, drafter, requests, rows=rows, chunk=chunk, donate=donate)
 

@@ -1,7 +1,10 @@
 """The whole loop: prompts in, emitted tokens out, streamed row by row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import jax
 
 from funcspec.admission import admit_requests, init, release
 from funcspec.config import SpecConfig
@@ -84,6 +87,7 @@ def generate(
 
 
 def _loop(state: SpecState, target: Model, drafter: Drafter | None, requests: list[Request], num_draft: int | None) -> Iterator[Emission]:
+    turn = _round_function(state, target, drafter, num_draft)
     waiting = list(enumerate(requests))[::-1]
     rows: dict[int, int] = {}  # row -> prompt
     rounds = [0] * len(requests)
@@ -98,12 +102,25 @@ def _loop(state: SpecState, target: Model, drafter: Drafter | None, requests: li
                 rows[first.rows[0]] = index
         if not rows:
             continue
-        state, verdict = step_round(state, target, drafter, num_draft=num_draft, donate=True)
+        state, verdict = turn(state)
         for row, emission in emissions(verdict, rows, rounds):
             yield emission
             if emission.finish_reason:
                 del rows[row]
                 state = release(state, [row], donate=True)
+
+
+def _round_function(
+    state: SpecState, target: Model, drafter: Drafter | None, num_draft: int | None
+) -> Callable[[SpecState], tuple[SpecState, Verdict]]:
+    """A donated round; for a state of JAX as one compiled program."""
+    if state.framework == "torch":
+        return lambda state: step_round(state, target, drafter, num_draft=num_draft, donate=True)
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((target, drafter))):
+        program = jax.jit(partial(step_round, num_draft=num_draft), donate_argnums=0)
+        return lambda state: program(state, target, drafter)
+    # A model that is no pytree cannot be an argument; its arrays become constants of the program.
+    return jax.jit(lambda state: step_round(state, target, drafter, num_draft=num_draft), donate_argnums=0)
 
 
 def emissions(verdict: Verdict, rows: dict[int, int], rounds: list[int]) -> list[tuple[int, Emission]]:

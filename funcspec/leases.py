@@ -248,6 +248,17 @@ class Lease:
         return [self.array(name) for name in ARRAY_FIELDS], _Structure(self)
 
 
+def host_copy(array: Any) -> np.ndarray:
+    """An array of JAX as a NumPy array of its own. Waits for it.
+
+    Raises:
+        StateError: JAX is tracing, and there are no values.
+    """
+    if isinstance(array, Tracer):
+        raise StateError("state: expected values, got a state that JAX traces. Fix: admit, release and take snapshots outside jit.")
+    return np.array(array)
+
+
 class _Structure:
     """Carries a lease through a pytree; only the configuration counts in comparisons, so that all states have one structure."""
 
@@ -330,12 +341,8 @@ class JaxLease:
 
     def blocks(self, role: str) -> RowBlockIds:
         """The blocks of each row, read from the block table. Waits for it."""
-        table = self.arrays["block_tables" if role == "target" else "draft_block_tables"]
-        if isinstance(table, Tracer):
-            raise StateError(
-                "state: expected arrays with values, got a state that JAX traces. Fix: admit, release and take snapshots outside jit."
-            )
-        return tuple(tuple(row[row >= 0].tolist()) or None for row in np.asarray(table))
+        table = host_copy(self.arrays["block_tables" if role == "target" else "draft_block_tables"])
+        return tuple(tuple(row[row >= 0].tolist()) or None for row in table)
 
     def cache(self, role: str) -> Mapping[str, torch.Tensor]:
         """The role's KV by entry name, to read from."""
@@ -361,4 +368,4 @@ class _JaxStructure:
         return JaxLease(self.config, dict(zip(ARRAY_FIELDS, arrays, strict=True)), kv, dict(self.models), self.phase, self.draft_steps)
 
 
-__all__ = ["Buffers", "JaxLease", "Lease", "Partner", "RowBlockIds"]
+__all__ = ["Buffers", "JaxLease", "Lease", "Partner", "RowBlockIds", "host_copy"]

@@ -22,7 +22,7 @@ def partner_model(state: SpecState, target: Model | None, drafter: Drafter | Non
     """Refuse models that the state was not made for; return the model that drafts, if any."""
     partners = state.lease.models
     if target is not None:
-        check_partner("target", target, partners["target"])
+        check_partner("target", target, partners["target"], state.framework)
     expects = "draft" in partners
     # A plain attribute look-up: checking the whole protocol takes longer than the rest of a step's own work.
     model = getattr(drafter, "kv_model", None)
@@ -32,7 +32,7 @@ def partner_model(state: SpecState, target: Model | None, drafter: Drafter | Non
             "Fix: pass the same drafter to init and to every step."
         )
     if model is not None:
-        check_partner("drafter", model, partners["draft"])
+        check_partner("drafter", model, partners["draft"], state.framework)
     return model
 
 
@@ -43,17 +43,17 @@ def check_drafter(drafter: object) -> None:
         refuse("drafter", "a drafter or None", type(drafter).__name__, fix, ArgumentTypeError)
 
 
-def check_partner(argument: str, model: Model, partner: Partner) -> None:
-    """Refuse a model whose sizes differ from those of the model the state was made for."""
+def check_partner(argument: str, model: Model, partner: Partner, framework: str) -> None:
+    """Refuse a model whose sizes or framework differ from those of the model the state was made for."""
     try:
         found = (model.vocab_size, model.max_len, model.kv_spec)
     except AttributeError:
         _refuse_model(argument, model)
-    if found != (partner.vocab_size, partner.max_len, partner.kv_spec):
+    if found != (partner.vocab_size, partner.max_len, partner.kv_spec) or framework_of(model) != framework:
         raise ModelError(
-            f"{argument}: expected the model the state was made for (vocabulary {partner.vocab_size}, max_len {partner.max_len}, "
-            f"{partner.kv_spec.num_layers} KV layers), got vocabulary {found[0]}, max_len {found[1]}, {found[2].num_layers} KV layers. "
-            "Fix: make a new state with init for another pair."
+            f"{argument}: expected the model the state was made for (of {framework}, vocabulary {partner.vocab_size}, "
+            f"max_len {partner.max_len}, {partner.kv_spec.num_layers} KV layers), got one of {framework_of(model)}, vocabulary {found[0]}, "
+            f"max_len {found[1]}, {found[2].num_layers} KV layers. Fix: make a new state with init for another pair."
         )
 
 

@@ -12,7 +12,7 @@ from funcspec.admission import DEFAULT_CHUNK
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
-from funcspec.leases import JaxLease, Lease, Partner
+from funcspec.leases import JaxLease, Lease, Partner, host_copy
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, check_partner, framework_of
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_phase, check_state
@@ -157,9 +157,7 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
         argument = "drafter" if role == "draft" else role
         model = given.get(role)
         if model is not None:
-            check_partner(argument, model, cache.partner)
-            if framework_of(model) != wanted:
-                refuse(argument, f"a model of {wanted}", f"one of {framework_of(model)}", "use models of one framework", ModelError)
+            check_partner(argument, model, cache.partner, wanted)
         elif cache.rows is None:
             raise ModelError(
                 f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore."
@@ -168,7 +166,7 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
 
 
 def _host(array: Any) -> np.ndarray:
-    return array.detach().cpu().numpy().copy() if isinstance(array, torch.Tensor) else np.array(array)
+    return array.detach().cpu().numpy().copy() if isinstance(array, torch.Tensor) else host_copy(array)
 
 
 def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool) -> _Cache:

@@ -235,7 +235,7 @@ def step_round(
         if num_draft is not None and (type(num_draft) is not int or num_draft != 0):
             refuse("num_draft", "None or 0 without a drafter", repr(num_draft)[:60], "pass a drafter")
         return verify(state, target, donate=donate)
-    check_partner("target", target, check_state(state, "step_round").lease.models["target"])
+    check_partner("target", target, check_state(state, "step_round").lease.models["target"], state.framework)
     newest, _ = prefill(state, drafter, num_draft=num_draft, donate=donate)
     try:
         for _ in range(state.config.num_speculative_tokens - 1):
@@ -269,5 +269,5 @@ def _open_scoring(state: SpecState, target: Model, name: str, donate: bool) -> T
     check_phase(
         state, name, expected, "call prefill first (num_draft=0 drafts nothing but keeps the drafter in step), and accept after score"
     )
-    check_partner("target", target, partners["target"])
+    check_partner("target", target, partners["target"], state.framework)
     return open_step(state, name, donate=donate)

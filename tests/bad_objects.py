@@ -153,7 +153,7 @@ def _foreign_targets() -> Iterator[Bad]:
     }
     table = TableModel(((0.5, 0.5), (0.5, 0.5)))
     for name, call in calls.items():
-        message = r"^target: expected the model the state was made for \(vocabulary 97, max_len 4096, 1 KV layers\), got "
+        message = r"^target: expected the model the state was made for \(of torch, vocabulary 97, max_len 4096, 1 KV layers\), got "
         for label, model in {"vocabulary": ChecksumModel(vocab_size=49), "length": ChecksumModel(max_len=64), "KV": table}.items():
             yield Bad(f"{name}: target of other {label}", lambda world, call=call, model=model: call(world, model), ModelError, message)
         for wrong in ("gpt2", 3, DRAFTER, NotAModel()) if name == "restore" else ("gpt2", 3, None, DRAFTER, NotAModel()):

@@ -267,7 +267,7 @@ def test_models_that_do_not_fit_are_refused() -> None:
     state, _ = fs.admit(state, TARGET, DRAFTER, [[5]])
     with pytest.raises(ModelError, match="expected the drafter the state was made with, got NoneType"):
         fs.admit(state, TARGET, None, [[5]])
-    with pytest.raises(ModelError, match=r"drafter: expected the model the state was made for \(vocabulary 97, max_len 4096"):
+    with pytest.raises(ModelError, match=r"drafter: expected the model the state was made for \(of torch, vocabulary 97, max_len 4096"):
         fs.prefill(state, fs.drafters.standalone(ChecksumModel(max_len=100)))
     plain = fs.init(config(), TARGET)
     with pytest.raises(ModelError, match="expected None, as the state was made with"):

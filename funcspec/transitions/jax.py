@@ -17,7 +17,7 @@ from funcspec.constants import PAD_SLOT
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.interop import jax_dtype, lift
 from funcspec.kernels.op import Op, next_power_of_2
-from funcspec.leases import JaxLease
+from funcspec.leases import JaxLease, host_copy
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import refuse_reservation
 from funcspec.state import ARRAY_FIELDS, SpecState, field_shape, name_step
@@ -149,7 +149,7 @@ class JaxTransition(Transition):
             padded = [block_row(self.config, ids) for ids in taken]
             tables["block_tables" if role == "target" else "draft_block_tables"] = padded
         for name, new in {**values, **tables}.items():
-            field = np.array(getattr(self.fields, name))
+            field = host_copy(getattr(self.fields, name))
             field[list(rows)] = np.asarray(new, dtype=field.dtype).reshape(len(rows), *field.shape[1:])
             setattr(self.fields, name, jnp.array(field))
 

@@ -4,7 +4,6 @@ The state a step came from is not touched before the forward has succeeded: if a
 not.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,10 +62,13 @@ class TorchTransition(Transition):
         return self._kept(role, (shapes, *sizes), make)
 
     def records(self, **shapes: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
-        """New buffers, in one allocation."""
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        parts = torch.empty(sum(sizes), dtype=torch.int32, device=self.config.device).split(sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        """New buffers, in one allocation for each shape."""
+        made = {}
+        for shape in set(shapes.values()):
+            names = [name for name in shapes if shapes[name] == shape]
+            buffers = torch.empty((len(names), *shape), dtype=torch.int32, device=self.config.device).unbind()
+            made.update(zip(names, buffers, strict=True))
+        return made
 
     def copied(self, array: torch.Tensor) -> torch.Tensor:
         """A copy."""
