@@ -6,15 +6,18 @@ replays.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from funcspec.config import SpecConfig
 from funcspec.errors import BackendError, StateError, StepOrderError, refuse
+from funcspec.kernels.acceptance import NOT_FINISHED
 from funcspec.leases import Buffers, Lease
 from funcspec.pool import Branch
 from funcspec.state import SCORED, SpecState, check_phase, check_state, name_step
+from funcspec.steps import Verdict
 from funcspec.transitions.torch import TorchTransition
 
 WARM_UPS = 3
@@ -142,6 +145,69 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
     return Captured(name, graph, before, _torch_lease(new, name), info)
 
 
+def one_round_late(step: Callable[[SpecState], tuple[SpecState, Verdict]], state: SpecState) -> Iterator[tuple[SpecState, Verdict]]:
+    """Run rounds until no row generates, and read each verdict while the device is at work on the round after it.
+
+    The device never waits for the host: verdicts travel through pinned memory. The price is one round too many at the end, which does
+    no harm, as rows that have finished emit nothing.
+
+    Args:
+        step: a round, captured or eager: takes a state, returns a state and a verdict. It may consume its state and reuse its verdict.
+        state: a state of torch at the start of a round.
+
+    Yields:
+        the newest state, of the round that was just given to the device, and the verdict of the round before it, on the host.
+
+    Example:
+        >>> import funcspec as fs
+        >>> target, drafter = fs.models.ChecksumModel(), fs.drafters.standalone(fs.models.ChecksumDraft())
+        >>> config = fs.SpecConfig(max_num_reqs=1, max_model_len=32, num_speculative_tokens=3, rule=fs.rules.greedy)
+        >>> state, _ = fs.admit(fs.init(config, target, drafter), target, drafter, [[5, 6, 7]], max_tokens=6)
+        >>> for state, verdict in one_round_late(lambda state: fs.step_round(state, target, drafter, donate=True), state):
+        ...     print(verdict.tokens[0, : int(verdict.num_emitted)].tolist())
+        [1, 6]
+        [42]
+        [45]
+        [17]
+    """
+    _torch_lease(state, "one_round_late")
+    before, newest = _HostVerdict(state.config), _HostVerdict(state.config)
+    state, verdict = step(state)
+    before.copy(verdict)
+    goes_on = True
+    while goes_on:
+        state, verdict = step(state)
+        newest.copy(verdict)
+        found = before.read()
+        goes_on = bool(((found.num_emitted > 0) & (found.finish_reason == NOT_FINISHED)).any())
+        yield state, found
+        before, newest = newest, before
+
+
+class _HostVerdict:
+    """A verdict on its way to the host: pinned memory, and an event that tells when it has arrived."""
+
+    def __init__(self, config: SpecConfig) -> None:
+        rows, width = config.max_num_reqs, config.num_speculative_tokens + 1
+        pinned = config.device_type == "cuda"
+        shapes = {name: (rows, width) if name in ("tokens", "origin") else (rows,) for name in Verdict.__dataclass_fields__}
+        self._fields = {name: torch.empty(shape, dtype=torch.int32, pin_memory=pinned) for name, shape in shapes.items()}
+        self._arrived = torch.cuda.Event() if pinned else None
+
+    def copy(self, verdict: Verdict) -> None:
+        """Begin to copy; does not wait."""
+        for name, field in self._fields.items():
+            field.copy_(getattr(verdict, name), non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> Verdict:
+        """Wait for the copy."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return Verdict(**{name: field.clone() for name, field in self._fields.items()})
+
+
 def _twin(state: SpecState, buffers: Buffers) -> SpecState:
     """A state over `buffers` at the same point of the round, whose rows hold no blocks: what is recorded does not depend on them."""
     lease, rows = _torch_lease(state, "capture"), (None,) * state.config.max_num_reqs
@@ -178,4 +244,4 @@ def _clone(info: Any) -> Any:
     return info
 
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "one_round_late"]

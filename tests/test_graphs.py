@@ -1,12 +1,15 @@
 """Captured rounds: equal to eager ones, no waiting, no allocation, everything that varies is data."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from oracle import config, output, run
+from oracle import CHECKSUM_RUNS, config, output, run
 
 import funcspec as fs
 from funcspec import graphs
 from funcspec.errors import BackendError, StateError, StepOrderError
+from funcspec.interop import jax_model
 from funcspec.models import ChecksumDraft, ChecksumModel
 from funcspec.models.llama import Llama, LlamaConfig, random_llama
 
@@ -52,6 +55,39 @@ def test_an_heir_in_the_captured_buffers_is_not_overwritten() -> None:
     assert first.num_tokens.tolist() == counts
     del first
     captured(other)
+
+
+def tokens_read_late(step: Callable[[fs.SpecState], tuple[fs.SpecState, fs.Verdict]], state: fs.SpecState) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in range(state.config.max_num_reqs)]
+    newest = state
+    for newest, verdict in graphs.one_round_late(step, state):
+        assert verdict.tokens.device.type == "cpu"
+        for row, (tokens, count) in enumerate(zip(verdict.tokens.tolist(), verdict.num_emitted.tolist(), strict=True)):
+            rows[row] += tokens[:count]
+    assert not fs.any_active(newest)
+    return rows
+
+
+def test_tokens_are_read_one_round_late() -> None:
+    target, drafter = ChecksumModel(), fs.drafters.standalone(ChecksumDraft())
+    state, first = fs.admit(
+        fs.init(config(rows=3), target, drafter), target, drafter, [list(prompt) for prompt in CHECKSUM_RUNS], max_tokens=16
+    )
+    rows = tokens_read_late(lambda state: fs.step_round(state, target, drafter, donate=True), state)
+    assert [[token, *row] for token, row in zip(first.tokens, rows, strict=True)] == [list(run[0]) for run in CHECKSUM_RUNS.values()]
+    empty = fs.init(config(rows=3), target, drafter)
+    assert tokens_read_late(lambda state: fs.step_round(state, target, drafter), empty) == [[], [], []]
+    with pytest.raises(BackendError, match="state: expected a state of torch"):
+        next(graphs.one_round_late(fs.verify, fs.init(config(), jax_model(target))))  # type: ignore[arg-type]
+
+
+@gpu
+@pytest.mark.gpu
+def test_captured_rounds_are_read_late_without_waiting() -> None:
+    state, target, drafter = make(fs.rules.coupled)
+    eager = tokens_read_late(lambda state: fs.step_round(state, target, drafter), state)
+    captured = graphs.capture(fs.step_round, state, target, drafter)
+    assert tokens_read_late(lambda state: captured(state, copy=False), fs.fork(state)) == eager
 
 
 @gpu

@@ -9,13 +9,15 @@ import os
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
+import jax
 import numpy as np
 import torch
 
 from funcspec.errors import ModelError, refuse
 from funcspec.models.gguf import gguf_tokenizer, read_gguf
+from funcspec.models.jax_llama import JaxLlama
 from funcspec.models.llama import Llama
 
 if TYPE_CHECKING:
@@ -55,21 +57,35 @@ def find_gguf() -> Path:
     refuse("SmolLM2", "the weights of SmolLM2-135M-Instruct", "none", f"{INSTALL}, or set FUNCSPEC_GGUF", ModelError)
 
 
-def load_target(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Llama:
+@overload
+def load_target(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", framework: Literal["torch"] = "torch") -> Llama: ...
+@overload
+def load_target(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", *, framework: Literal["jax"]) -> JaxLlama: ...
+def load_target(
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", framework: Literal["torch", "jax"] = "torch"
+) -> Llama | JaxLlama:
     """Load SmolLM2-135M-Instruct.
 
     Args:
         dtype: of weights, cache and logits.
         device: where to put it.
+        framework: "torch", or "jax" for a model that runs inside JAX programs.
 
     Raises:
         ModelError: the weights are not installed.
     """
-    return Llama.from_gguf(find_gguf(), dtype, device)
+    if framework not in ("torch", "jax"):
+        refuse("framework", "'torch' or 'jax'", repr(framework), "use one of these")
+    target = Llama.from_gguf(find_gguf(), dtype, device)
+    return target if framework == "torch" else JaxLlama.from_torch(target)
 
 
-def load_draft(target: Llama) -> tuple[Llama, torch.Tensor]:
-    """Load the two-layer draft, which shares the target's embedding and has its dtype and device.
+@overload
+def load_draft(target: Llama) -> tuple[Llama, torch.Tensor]: ...
+@overload
+def load_draft(target: JaxLlama) -> tuple[JaxLlama, jax.Array]: ...
+def load_draft(target: Llama | JaxLlama) -> tuple[Llama, torch.Tensor] | tuple[JaxLlama, jax.Array]:
+    """Load the two-layer draft, which shares the target's embedding and has its framework, dtype and device.
 
     Args:
         target: what `load_target` returned.
@@ -87,13 +103,17 @@ def load_draft(target: Llama) -> tuple[Llama, torch.Tensor]:
             "target", "SmolLM2-135M, for which the draft was made", f"a model of shape {shape}", "train a draft for this model", ModelError
         )
     folder = files("funcspec") / "data"
+    embed = target.weights["embed"]
+    shared = torch.from_dlpack(embed) if isinstance(embed, jax.Array) else embed
     with as_file(folder / "draft-smollm2-token-ids.npy") as path:
-        token_ids = torch.from_numpy(np.load(path)).to(target.device)
+        token_ids = torch.from_numpy(np.load(path)).to(shared.device)
     with as_file(folder / "draft-smollm2-trunc.safetensors") as path:
-        draft = Llama.from_safetensors(
-            path, config, embed=target.weights["embed"], output_token_ids=token_ids, dtype=target.dtype, device=target.device
-        )
-    return draft, token_ids
+        draft = Llama.from_safetensors(path, config, embed=shared, output_token_ids=token_ids, dtype=shared.dtype, device=shared.device)
+    if isinstance(target, Llama):
+        return draft, token_ids
+    of_jax = JaxLlama.from_torch(draft)
+    assert of_jax.output_token_ids is not None
+    return of_jax, of_jax.output_token_ids
 
 
 def load_tokenizer() -> "Tokenizer":

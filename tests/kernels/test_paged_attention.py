@@ -148,8 +148,8 @@ def test_many_tiles(backend: Any, kernel_device: str, head_dim: int, heads: int,
 @pytest.fixture
 def exact_backend(backend: Any, kernel_device: str) -> Any:
     """Independence to the bit is promised of what runs: the kernel on GPUs, the reference on CPUs."""
-    if backend == "reference" and kernel_device == "cuda":
-        pytest.skip("the reference does not serve GPUs")
+    if (backend == "reference") == (kernel_device == "cuda"):
+        pytest.skip("not what runs on this device; the interpreter's products are NumPy's, which differ from shape to shape")
     return backend
 
 
