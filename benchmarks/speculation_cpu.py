@@ -7,29 +7,14 @@ speculative run and the fastest plain decoding alternate; the ratio is taken pai
 import argparse
 import math
 import statistics
-from pydoc_data import topics
 
 import torch
 
 import funcspec as fs
+from benchmarks.prompts import prompt_tokens
 from funcspec.cli import Job, run_job
 from funcspec.metrics import statistics as round_statistics
 from funcspec.models import smollm2
-
-CHAT = (
-    "Why do leaves change colour in autumn?",
-    "Give me three tips for learning to cook.",
-    "What is the difference between a virus and a bacterium?",
-    "Write a Python function that reverses a string.",
-    "Explain what a hash table is to a beginner.",
-)
-TEXT = ("assert", "class", "exceptions", "import", "lambda")
-
-
-def passage(topic: str) -> str:
-    """The topic's prose, without its heading."""
-    lines = topics.topics[topic].strip().splitlines()
-    return "\n".join(lines[2:]).strip()
 
 
 def main() -> None:
@@ -43,11 +28,7 @@ def main() -> None:
     torch.set_num_threads(settings.threads)
     tokenizer, target = smollm2.load_tokenizer(), smollm2.load_target()
     drafter = fs.drafters.standalone(*smollm2.load_draft(target))
-    prompts = {
-        "text": [tokenizer.encode(passage(topic)).ids[:48] for topic in TEXT],
-        "chat": [tokenizer.encode(smollm2.chat_prompt(question)).ids for question in CHAT],
-    }
-    for kind, token_lists in prompts.items():
+    for kind, token_lists in prompt_tokens(tokenizer).items():
         ratios, tokens_a_pass, same = [], [], 0
         for number, prompt in enumerate(token_lists):
             job = Job(target, drafter, [prompt], [0], 0.0, settings.max_tokens, smollm2.END_TOKENS, fs.rules.greedy, settings.drafts)

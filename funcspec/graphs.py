@@ -171,7 +171,7 @@ def one_round_late(step: Callable[[SpecState], tuple[SpecState, Verdict]], state
         [17]
     """
     _torch_lease(state, "one_round_late")
-    before, newest = _HostVerdict(state.config), _HostVerdict(state.config)
+    before, newest = HostVerdict(state.config), HostVerdict(state.config)
     state, verdict = step(state)
     before.copy(verdict)
     goes_on = True
@@ -184,8 +184,12 @@ def one_round_late(step: Callable[[SpecState], tuple[SpecState, Verdict]], state
         before, newest = newest, before
 
 
-class _HostVerdict:
-    """A verdict on its way to the host: pinned memory, and an event that tells when it has arrived."""
+class HostVerdict:
+    """A verdict on its way to the host: pinned memory, and an event that tells when it has arrived.
+
+    Args:
+        config: the states' configuration.
+    """
 
     def __init__(self, config: SpecConfig) -> None:
         rows, width = config.max_num_reqs, config.num_speculative_tokens + 1
@@ -202,7 +206,7 @@ class _HostVerdict:
             self._arrived.record()
 
     def read(self) -> Verdict:
-        """Wait for the copy."""
+        """Wait for the copy; return a verdict of its own on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return Verdict(**{name: field.clone() for name, field in self._fields.items()})
@@ -244,4 +248,4 @@ def _clone(info: Any) -> Any:
     return info
 
 
-__all__ = ["Captured", "capture", "one_round_late"]
+__all__ = ["Captured", "HostVerdict", "capture", "one_round_late"]

@@ -11,6 +11,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("funcspec", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=3)  # for runs under a sanitizer
 settings.load_profile("funcspec")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracle import CHECKSUM_RUNS, config, output, run
+from oracle import config, output, run
 
 import funcspec as fs
 from funcspec import graphs
@@ -57,26 +57,46 @@ def test_an_heir_in_the_captured_buffers_is_not_overwritten() -> None:
     captured(other)
 
 
-def tokens_read_late(step: Callable[[fs.SpecState], tuple[fs.SpecState, fs.Verdict]], state: fs.SpecState) -> list[list[int]]:
+def tokens_read_late(step: Callable[[fs.SpecState], tuple[fs.SpecState, fs.Verdict]], state: fs.SpecState) -> tuple[list[list[int]], int]:
+    """Tokens by row, and how many rounds were read."""
     rows: list[list[int]] = [[] for _ in range(state.config.max_num_reqs)]
-    newest = state
-    for newest, verdict in graphs.one_round_late(step, state):
+    newest, rounds = state, 0
+    for after, verdict in graphs.one_round_late(step, state):
+        newest = after
         assert verdict.tokens.device.type == "cpu"
+        rounds += 1
         for row, (tokens, count) in enumerate(zip(verdict.tokens.tolist(), verdict.num_emitted.tolist(), strict=True)):
             rows[row] += tokens[:count]
     assert not fs.any_active(newest)
-    return rows
+    return rows, rounds
 
 
-def test_tokens_are_read_one_round_late() -> None:
-    target, drafter = ChecksumModel(), fs.drafters.standalone(ChecksumDraft())
-    state, first = fs.admit(
-        fs.init(config(rows=3), target, drafter), target, drafter, [list(prompt) for prompt in CHECKSUM_RUNS], max_tokens=16
-    )
-    rows = tokens_read_late(lambda state: fs.step_round(state, target, drafter, donate=True), state)
-    assert [[token, *row] for token, row in zip(first.tokens, rows, strict=True)] == [list(run[0]) for run in CHECKSUM_RUNS.values()]
-    empty = fs.init(config(rows=3), target, drafter)
-    assert tokens_read_late(lambda state: fs.step_round(state, target, drafter), empty) == [[], [], []]
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_reading_one_round_late_changes_no_token(drafts: int) -> None:
+    """Rows that stop at different times, one that ends at its first token, and one that is idle."""
+    target, drafter = ChecksumModel(), fs.drafters.standalone(ChecksumDraft()) if drafts else None
+    settings = config(rows=5, length=64, drafts=drafts)
+    prompts, limits, stops = [[5, 6, 7], [1], [40, 2, 9, 9], [8]], [30, 9, 25, 1], [[17], [], [], []]
+    expected: list[list[int]] = [[] for _ in prompts]
+    rounds = 0
+    for emission in fs.generate(settings, target, drafter, prompts, max_tokens=limits, stop_ids=stops):
+        expected[emission.prompt_index] += emission.tokens
+        rounds = max(rounds, emission.round)
+    state, first = fs.admit(fs.init(settings, target, drafter), target, drafter, prompts, max_tokens=limits, stop_ids=stops)
+
+    def step(state: fs.SpecState) -> tuple[fs.SpecState, fs.Verdict]:
+        return fs.step_round(state, target, drafter, donate=True)
+
+    emitted, count = tokens_read_late(step, state)
+    found = [[token, *emitted[row]] for row, token in zip(first.rows, first.tokens, strict=True)]
+    assert found == expected and len({len(tokens) for tokens in expected}) > 2 and expected[0][-1] == 17
+    assert count == rounds and emitted[4] == []
+
+
+def test_reading_late_without_live_rows_ends_at_once() -> None:
+    target = ChecksumModel()
+    empty = fs.init(config(drafts=0), target)
+    assert tokens_read_late(lambda state: fs.verify(state, target), empty)[1] == 1
     with pytest.raises(BackendError, match="state: expected a state of torch"):
         next(graphs.one_round_late(fs.verify, fs.init(config(), jax_model(target))))  # type: ignore[arg-type]
 

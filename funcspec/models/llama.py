@@ -63,7 +63,7 @@ class LlamaConfig:
         return shapes
 
 
-def _rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """[max_len, 1, head_dim] cosines, and sines with the first half negated, so that a rotation is x * cos + swap(x) * sin."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -119,7 +119,7 @@ class Llama:
                 "pass both or neither",
                 ModelError,
             )
-        object.__setattr__(self, "_rotary", _rotary_tables(self.config, embed.device))
+        object.__setattr__(self, "_rotary", rotary_tables(self.config, embed.device))
         matrices = {name: weight for name, weight in self.weights.items() if weight.dim() == 2 and name != "embed"}
         object.__setattr__(self, "_products", {name: product(weight) for name, weight in (matrices | {"head": head}).items()})
 
