@@ -179,7 +179,7 @@ def test_the_section_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.delattr(benchmarks, "peers", raising=False)
     target, draft = pair()
     found = smollm2.compare_ways(settings(), target, fs.drafters.standalone(draft), PROMPTS, (3,), smollm2.PEERS)
-    plain, one, three, *of_jax = found["ways"]
+    plain, one, three, *_ = found["ways"]
     assert plain["ratio"] == 1.0 == plain["tokens_per_round"] and plain["host_us"] is None
     assert 1 < one["tokens_per_round"] <= 2 and 1 < three["tokens_per_round"] <= 4
     assert all(way["same"] == len(PROMPTS) and way["tokens"] == way["same_tokens"] for way in found["ways"])

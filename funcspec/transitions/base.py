@@ -185,6 +185,17 @@ class Transition(ABC):
             self._append(nothing, first=False, wanted=self.fields.num_draft, draft_limit=self.config.max_model_len)
         return self._drafts
 
+    def keep_drafts(self, drafts: Array, *, points: Array) -> None:
+        """Take note of drafts that a drafter wrote with an operation of its own, instead of `draft_once` or besides it.
+
+        The operation must have written tokens, num_draft, num_drafted and draft_len, after the step's last forward.
+
+        Args:
+            drafts: [R, K] int32, this round's drafts, -1 where there is none; not used by anyone else.
+            points: [R] int32, not 0 for rows whose drafts were just proposed, not drawn from a distribution.
+        """
+        self._drafts = drafts
+
     def _append(self, chosen: Array, *, first: bool, wanted: Array, draft_limit: int) -> None:
         fields, config = self.fields, self.config
         out = self.run(
