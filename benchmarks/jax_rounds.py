@@ -62,20 +62,20 @@ class JaxRounds:
         return verdicts
 
     def decode(self, prompt: list[int]) -> Decoded:
-        """Decode a prompt, reading what a program emitted while the next one runs."""
+        """Decode a prompt, reading what each program emitted before the next one.
+
+        Results that are still held when a program runs change its addresses, and XLA would record it anew.
+        """
         first = self.admit(prompt, self._settings.max_tokens, self._settings.stop_ids)
         emitted, rounds, goes_on = [], 0, True
         started = time.perf_counter()
-        verdicts = self.run()
         while goes_on:
-            newest = self.run()
+            verdicts = jax.device_get(self.run())
             counts = verdicts.num_emitted[:, 0].tolist()
             for tokens, count in zip(verdicts.tokens[:, 0].tolist(), counts, strict=True):
                 emitted += tokens[:count]
                 rounds += count > 0
             goes_on = counts[-1] > 0 and int(verdicts.finish_reason[-1, 0]) == 0
-            verdicts = newest
-        jax.block_until_ready(verdicts)
         return Decoded([first, *emitted], len(emitted), rounds, time.perf_counter() - started)
 
     def time_rounds(self, prompt: list[int]) -> RoundTimes:

@@ -206,7 +206,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(command.smollm2, "run", lambda *arguments: {"got": repr(arguments)})
     command.main(["--device", "cpu", "--drafts", "3", "1", "--peers", "--json", str(file)])
     found = json.loads(file.read_text())
-    assert set(found) == {"machine", "options", "calibration", "smollm2"} and found["machine"]["torch"] == torch.__version__
+    assert set(found) == {"machine", "options", "calibration", "smollm2"} and torch.__version__.startswith(found["machine"]["torch"])
     assert "drafts=(1, 3)" in found["smollm2"]["got"] and "torch.float32, 3, (3,), ())" in found["smollm2"]["got"]
     for bad in (["nothing"], ["--rounds", "0"], ["--prompts", "6"]):
         with pytest.raises(SystemExit):

