@@ -9,6 +9,7 @@ from funcspec.noise import NOISE_VERSION
 from funcspec.snapshots import Snapshot, restore, snapshot
 from funcspec.state import SpecState, any_active, fork
 from funcspec.steps import Draft, Scores, Verdict, accept, decode, prefill, score, step_round, verify
+from funcspec.storage import load, save
 
 __version__ = "0.1.0"
 
@@ -34,11 +35,13 @@ __all__ = [
     "graphs",
     "init",
     "interop",
+    "load",
     "models",
     "prefill",
     "release",
     "restore",
     "rules",
+    "save",
     "score",
     "snapshot",
     "step_round",

@@ -46,6 +46,10 @@ class ModelError(FuncspecError, ValueError):
     """A model breaks its contract or does not fit the state or its partner."""
 
 
+class FileError(FuncspecError, ValueError):
+    """A file is not what it should be. Nothing was made of it."""
+
+
 class BackendError(FuncspecError, RuntimeError):
     """The asked-for kernel backend cannot run here."""
 

@@ -20,7 +20,7 @@ from funcspec.transitions import Transition, open_step
 
 
 @dataclass(frozen=True, eq=False)
-class _Cache:
+class Cache:
     """One model's share of a snapshot.
 
     Attributes:
@@ -52,7 +52,7 @@ class Snapshot:
     phase: str
     draft_steps: int
     fields: dict[str, np.ndarray]
-    caches: dict[str, _Cache]
+    caches: dict[str, Cache]
     framework: str
 
     @property
@@ -169,7 +169,7 @@ def _host(array: Any) -> np.ndarray:
     return array.detach().cpu().numpy().copy() if isinstance(array, torch.Tensor) else host_copy(array)
 
 
-def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool) -> _Cache:
+def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool) -> Cache:
     size, blocks = lease.config.block_size, lease.blocks(role)
     held = tuple(None if ids is None else len(ids) for ids in blocks)
     lengths = [min(length, (count or 0) * size) for count, length in zip(held, lengths, strict=True)]
@@ -177,7 +177,7 @@ def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool
     if kv:
         buffers = lease.cache(role)
         rows = tuple({} if ids is None else _read_row(buffers, ids, length) for ids, length in zip(blocks, lengths, strict=True))
-    return _Cache(lease.models[role], tuple(lengths), held, rows)
+    return Cache(lease.models[role], tuple(lengths), held, rows)
 
 
 def _read_row(buffers: Mapping[str, torch.Tensor], ids: tuple[int, ...], length: int) -> dict[str, np.ndarray]:
@@ -189,7 +189,7 @@ def _read_row(buffers: Mapping[str, torch.Tensor], ids: tuple[int, ...], length:
     return found
 
 
-def _fill_cache(step: Transition, role: str, cache: _Cache, model: Model | None, fields: dict[str, np.ndarray]) -> list[Any]:
+def _fill_cache(step: Transition, role: str, cache: Cache, model: Model | None, fields: dict[str, np.ndarray]) -> list[Any]:
     """Give every row its blocks and what was in them; returns the blocks by row."""
     taken = iter(step.reserve(role, [count for count in cache.num_blocks if count is not None]))
     blocks = [None if count is None else next(taken) for count in cache.num_blocks]

@@ -32,6 +32,7 @@ GROUPS: list[list[str]] = [
     ["drafters.*", "drafters"],
     ["partners"],
     ["admission", "snapshots"],
+    ["storage"],
     ["steps"],
     ["graphs"],
     ["generation"],
