@@ -2,6 +2,7 @@
 
 from funcspec import drafters, graphs, interop, models, rules
 from funcspec.admission import Admitted, admit, init, release
+from funcspec.checks import check_shape_stable, same_as_plain
 from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, FuncspecError
 from funcspec.generation import Emission, generate
@@ -28,6 +29,7 @@ __all__ = [
     "accept",
     "admit",
     "any_active",
+    "check_shape_stable",
     "decode",
     "drafters",
     "fork",
@@ -41,6 +43,7 @@ __all__ = [
     "release",
     "restore",
     "rules",
+    "same_as_plain",
     "save",
     "score",
     "snapshot",

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from funcspec import rules
-from funcspec.admission import DEFAULT_CHUNK, admit_requests, init
+from funcspec.admission import admit_requests, init
+from funcspec.checks import Comparison, first_difference, preference_margin
 from funcspec.config import SpecConfig
 from funcspec.drafters import standalone
 from funcspec.drafters.base import Drafter
@@ -24,12 +24,9 @@ from funcspec.kernels.acceptance import BONUS
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import smollm2
 from funcspec.models.base import Model
-from funcspec.noise import TARGET, gumbel, noise_words
-from funcspec.pool import Pool
 from funcspec.requests import validate
 from funcspec.state import any_active
 from funcspec.steps import decode, prefill, verify
-from funcspec.transitions.torch import ingest
 
 DEFAULT_PROMPT = "Write a Python function that reverses a string."
 NEAR_TIE = 0.01  # a hundred times what fp32 logits differ between passes of different shape
@@ -141,57 +138,26 @@ def _note(run: Run, emission: Emission, on_emission: Printer | None) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A run against plain decoding of the same target.
+class TimedComparison(Comparison):
+    """A run against plain decoding of the same target, and the seconds of the fastest plain decoding."""
 
-    Attributes:
-        identical: whether the tokens equal plain decoding in the shape of speculative passes.
-        first_difference: (prompt, place) where tokens first differ from the fastest plain decoding, or None.
-        margin: by how much the target preferred its best token there, or None.
-        plain_seconds: time of the fastest plain decoding.
-    """
-
-    identical: bool
-    first_difference: tuple[int, int] | None
-    margin: float | None
     plain_seconds: float
 
 
-def compare(job: Job, run: Run) -> Comparison:
+def compare(job: Job, run: Run) -> TimedComparison:
     """Decode plainly, one token a pass and in the shape of speculative passes, and compare tokens and time."""
     plain_job = replace(job, drafter=None)
     padded, single = run_job(plain_job, padded=True), run_job(plain_job)
-    difference = next(
-        (
-            (prompt, place)
-            for prompt, (ours, plain) in enumerate(zip(run.outputs, single.outputs, strict=True))
-            for place in range(max(len(ours), len(plain)))
-            if ours[place : place + 1] != plain[place : place + 1]
-        ),
-        None,
-    )
+    difference = first_difference(run.outputs, single.outputs)
     margin = None
     if difference is not None:
         prompt, place = difference
-        margin = preference_margin(job, prompt, single.outputs[prompt][:place])
-    return Comparison(run.outputs == padded.outputs, difference, margin, min(padded.seconds, single.seconds))
+        tokens = job.prompts[prompt] + single.outputs[prompt][:place]
+        margin = preference_margin(job.target, tokens, job.seeds[prompt], job.temperature)
+    return TimedComparison(run.outputs == padded.outputs, difference, margin, min(padded.seconds, single.seconds))
 
 
-def preference_margin(job: Job, prompt: int, output: list[int]) -> float:
-    """Gap between the two best scores (logits, or logits over temperature plus noise) after a prompt and some output."""
-    tokens = job.prompts[prompt] + output
-    pool = Pool("target", job.target.kv_spec, 1, len(tokens), "cpu")
-    logits = ingest(job.target, pool, pool.reserve([1])[0], tokens, DEFAULT_CHUNK, "cpu")
-    assert logits is not None
-    scores = logits[0].float()
-    if job.temperature > 0:
-        words = noise_words(job.seeds[prompt], len(tokens) - 1, 0, TARGET, np.arange(scores.numel()))
-        scores = scores / job.temperature + torch.from_numpy(gumbel(words))
-    best, second = scores.topk(2).values.tolist()
-    return best - second
-
-
-def report(job: Job, run: Run, found: Statistics, comparison: Comparison | None) -> str:
+def report(job: Job, run: Run, found: Statistics, comparison: TimedComparison | None) -> str:
     """The figures under the text."""
     tokens = sum(map(len, run.outputs))
     lines = [f"{tokens} tokens in {run.seconds:.2f} s ({tokens / run.seconds:.1f} tokens/s), {found.rounds} rounds"]
@@ -214,7 +180,7 @@ def report(job: Job, run: Run, found: Statistics, comparison: Comparison | None)
     return "\n".join(lines)
 
 
-def as_json(run: Run, found: Statistics, texts: list[str], comparison: Comparison | None) -> str:
+def as_json(run: Run, found: Statistics, texts: list[str], comparison: TimedComparison | None) -> str:
     """The same as one JSON object.
 
     With several prompts `text` and `tokens` are lists, and `first_difference` is a prompt and a place instead of a place.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from funcspec import drafters, rules
-from funcspec.cli import Comparison, Job, Printer, as_json, compare, main, parser, report, run_job
+from funcspec.cli import Job, Printer, TimedComparison, as_json, compare, main, parser, report, run_job
 from funcspec.errors import ArgumentError
 from funcspec.generation import Emission
 from funcspec.metrics import Statistics, statistics
@@ -62,11 +62,11 @@ def test_json_of_a_difference() -> None:
     job = toy_job()
     run = run_job(job)
     counts = statistics(run.emissions, 3)
-    several = json.loads(as_json(run, counts, ["a", "b"], Comparison(False, (1, 4), 0.25, 1.0)))
+    several = json.loads(as_json(run, counts, ["a", "b"], TimedComparison(False, (1, 4), 0.25, 1.0)))
     assert several["first_difference"] == [1, 4] and several["margin"] == 0.25 and several["text"] == ["a", "b"]
     run.outputs.pop()
-    assert json.loads(as_json(run, counts, ["a"], Comparison(False, (0, 4), 0.25, 1.0)))["first_difference"] == 4
-    assert json.loads(as_json(run, counts, ["a"], Comparison(True, None, None, 1.0)))["first_difference"] is None
+    assert json.loads(as_json(run, counts, ["a"], TimedComparison(False, (0, 4), 0.25, 1.0)))["first_difference"] == 4
+    assert json.loads(as_json(run, counts, ["a"], TimedComparison(True, None, None, 1.0)))["first_difference"] is None
 
 
 def test_statistics_of_nothing_are_zero() -> None:
@@ -81,7 +81,7 @@ def test_statistics_of_nothing_are_zero() -> None:
 def test_a_report_of_plain_decoding() -> None:
     job = toy_job(drafter=None, prompts=[[5]], seeds=[0])
     run = run_job(job)
-    text = report(job, run, statistics(run.emissions, 3), Comparison(True, None, None, 1.0))
+    text = report(job, run, statistics(run.emissions, 3), TimedComparison(True, None, None, 1.0))
     assert "12 tokens" in text and "accepted by position" not in text
 
 

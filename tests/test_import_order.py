@@ -36,6 +36,7 @@ GROUPS: list[list[str]] = [
     ["steps"],
     ["graphs"],
     ["generation"],
+    ["checks"],
     ["metrics", "traces", "cli"],
     ["", "__main__"],  # funcspec/__init__.py gathers the public names; nothing imports them from there
 ]
