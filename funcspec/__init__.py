@@ -1,7 +1,7 @@
 """Speculative decoding of language models as values and functions."""
 
 from funcspec import drafters, graphs, interop, models, rules
-from funcspec.admission import Admitted, admit, init, release
+from funcspec.admission import Admitted, admit, init, release, truncate
 from funcspec.checks import check_shape_stable, same_as_plain
 from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, FuncspecError
@@ -48,5 +48,6 @@ __all__ = [
     "score",
     "snapshot",
     "step_round",
+    "truncate",
     "verify",
 ]

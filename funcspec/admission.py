@@ -1,6 +1,6 @@
 """Who is in the state: making it, taking prompts in, letting rows go. Outside the steps of a round."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, CapacityError, ModelError, refuse
 from funcspec.kernels.acceptance import AT_LENGTH, NOT_FINISHED, STOPPED
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
-from funcspec.leases import JaxLease, Lease
+from funcspec.leases import JaxLease, Lease, host_copy
 from funcspec.models.base import Model
 from funcspec.noise import TARGET
 from funcspec.partners import check_drafter, check_framework, check_model, check_partner, framework_of, partner_model, partner_of
@@ -180,6 +180,66 @@ def release(state: SpecState, rows: Sequence[int], *, donate: bool = False) -> S
     values = {name: value for name, value in idle.items() if name not in BLOCK_TABLES}
     step.put_rows(numbers, values, {role: [None] * len(numbers) for role in state.lease.models})
     return step.close(step.phase, stamp=step.stamp, draft_steps=step.draft_steps)
+
+
+def truncate(state: SpecState, lengths: Mapping[int, int], *, finish: bool = False, donate: bool = False) -> SpecState:
+    """Cut rows back: drop their newest committed tokens, as if they had never come.
+
+    What follows is generated anew from the token that is then the newest. A row that is generated on writes where older states may
+    still read, so the next step gives it its own copy of those blocks.
+
+    Args:
+        state: a state at the start of a round.
+        lengths: by row, the committed length to keep: at least the prompt and one token, at most the present length.
+        finish: whether the rows end there with reason "stop id"; else finished rows among them are live again if they may grow.
+        donate: reuse the state's buffers and leave the state dead.
+
+    Returns:
+        the new state. Waits for the GPU.
+
+    Raises:
+        StepOrderError: the state is in mid-round.
+        ArgumentError: a row is idle or no row, or a length is out of range. Nothing was written.
+
+    Example:
+        >>> import funcspec as fs
+        >>> target = fs.models.ChecksumModel()
+        >>> config = fs.SpecConfig(max_num_reqs=1, max_model_len=32, num_speculative_tokens=0, rule=fs.rules.greedy)
+        >>> state, _ = fs.admit(fs.init(config, target), target, None, [[5, 6, 7]])
+        >>> longer, _ = fs.verify(state, target)
+        >>> shorter = truncate(longer, {0: 4})
+        >>> shorter.num_tokens.tolist(), fs.verify(shorter, target)[1].tokens.tolist()
+        ([4], [[1]])
+    """
+    check_phase(check_state(state, "truncate"), "truncate", (ROUND_START,), "finish the round with verify first")
+    if not isinstance(lengths, Mapping) or not lengths:
+        refuse("lengths", "a length for at least one row", repr(lengths)[:60], "pass {row: length}")
+    if not isinstance(finish, bool):
+        refuse("finish", "True or False", repr(finish), "pass a bool")
+    rows = _row_numbers(list(lengths), state.config)
+    held = {name: host_copy(getattr(state, name))[rows] for name in ("tokens", "num_tokens", "prompt_len", "row_limit", "draft_len")}
+    for row, most, prompt in zip(rows, held["num_tokens"].tolist(), held["prompt_len"].tolist(), strict=True):
+        length = lengths[row]
+        if most == 0:
+            refuse("lengths", "rows that hold a request", f"row {row}, which is idle", "leave it out")
+        if not isinstance(length, int) or isinstance(length, bool) or not prompt < length <= most:
+            refuse("lengths", f"a length from {prompt + 1} to {most} for row {row}", repr(length), "keep the prompt and one token")
+    kept = np.array([lengths[row] for row in rows], np.int32)
+    places = np.arange(state.config.max_model_len)
+    grows = ~np.array(finish) & (kept < held["row_limit"])
+    step = open_step(state, "truncate", donate=donate)
+    values = {
+        "tokens": np.where(places < kept[:, None], held["tokens"], NO_TOKEN),
+        "num_tokens": kept,
+        # The newest token is fed again, so that drafting goes on from its logits.
+        "draft_len": np.minimum(held["draft_len"], kept - 1),
+        "is_live": grows.astype(np.int32),
+        "finish_reason": np.where(grows, NOT_FINISHED, STOPPED if finish else AT_LENGTH),
+    }
+    step.put_rows(rows, values, {})
+    if grows.any():
+        step.rewind()
+    return step.close(ROUND_START)
 
 
 def _row_numbers(rows: Any, config: SpecConfig) -> list[int]:

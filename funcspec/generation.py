@@ -1,20 +1,22 @@
 """The whole loop: prompts in, emitted tokens out, streamed row by row."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 
 from funcspec.admission import admit_requests, init, release
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.errors import refuse
-from funcspec.kernels.acceptance import BONUS
+from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.kernels.acceptance import BONUS, STOPPED
 from funcspec.models.base import Model
 from funcspec.requests import Request, validate
 from funcspec.state import SpecState
 from funcspec.steps import Verdict, step_round
+from funcspec.text import TextStream, check_stop_strings
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,10 @@ class Emission:
         origin: for each token 0 accepted draft, 1 recovered, 2 bonus (the first token of a prompt counts as bonus).
         num_drafted: drafts that were verified in the round.
         num_accepted: how many of `tokens` are accepted drafts.
-        finish_reason: 0 goes on, 1 stop id, 2 length.
+        finish_reason: 0 goes on, 1 stop id or stop string, 2 length.
         bad_row: whether a token came from logits with NaN, +inf or nothing allowed.
         round: number of the prompt's round, 0 for its first token.
+        text: what `tokens` added to the prompt's text, if there is a tokenizer; see `funcspec.text.TextStream`.
     """
 
     prompt_index: int
@@ -40,6 +43,7 @@ class Emission:
     finish_reason: int
     bad_row: bool
     round: int
+    text: str = ""
 
 
 def generate(
@@ -53,6 +57,8 @@ def generate(
     max_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     num_draft: int | None = None,
+    tokenizer: Any = None,
+    stop_strings: Sequence[str] = (),
 ) -> Iterator[Emission]:
     """Decode prompts to their end and stream what each gets, round by round.
 
@@ -64,6 +70,9 @@ def generate(
         target, drafter: the models; a drafter of None decodes plainly.
         prompts, seeds, temperature, max_tokens, stop_ids: as for `admit`.
         num_draft: drafts wanted in each round; None is K.
+        tokenizer: a `tokenizers.Tokenizer`, or a fast tokenizer of transformers; then emissions carry text, never part of a character.
+        stop_strings: a prompt ends with the token that completes one of these. Its text ends before the string; tokens that the same
+            round emitted behind that token are left out. Needs the tokenizer.
 
     Yields:
         an `Emission` for each prompt that got tokens; the first of a prompt holds its first token.
@@ -83,10 +92,16 @@ def generate(
     if num_draft is not None and (not isinstance(num_draft, int) or isinstance(num_draft, bool) or not 0 <= num_draft <= most):
         refuse("num_draft", f"None or an int from 0 to num_speculative_tokens = {most}", repr(num_draft), "draft fewer or raise K")
     requests = validate(config, target, prompts, seeds, temperature, max_tokens, stop_ids)
-    return _loop(state, target, drafter, requests, num_draft)
+    if check_stop_strings(stop_strings) and tokenizer is None:
+        refuse("tokenizer", "a tokenizer, to look for stop strings", "None", "pass the target's tokenizer", ArgumentTypeError)
+    emitted = _loop(state, target, drafter, requests, num_draft)
+    return emitted if tokenizer is None else _with_text(emitted, [TextStream(tokenizer, stop_strings) for _ in requests])
 
 
-def _loop(state: SpecState, target: Model, drafter: Drafter | None, requests: list[Request], num_draft: int | None) -> Iterator[Emission]:
+def _loop(
+    state: SpecState, target: Model, drafter: Drafter | None, requests: list[Request], num_draft: int | None
+) -> Generator[Emission, bool | None, None]:
+    """Yield what each prompt gets; what is sent back says whether the prompt is to end there."""
     turn = _round_function(state, target, drafter, num_draft)
     waiting = list(enumerate(requests))[::-1]
     rows: dict[int, int] = {}  # row -> prompt
@@ -95,8 +110,8 @@ def _loop(state: SpecState, target: Model, drafter: Drafter | None, requests: li
         while waiting and len(rows) < state.config.max_num_reqs:
             index, request = waiting.pop()
             state, first = admit_requests(state, target, drafter, [request], donate=True)
-            yield Emission(index, first.tokens, (BONUS,), 0, 0, first.finish_reason[0], bool(first.bad_row[0]), 0)
-            if first.finish_reason[0]:
+            ended = yield Emission(index, first.tokens, (BONUS,), 0, 0, first.finish_reason[0], bool(first.bad_row[0]), 0)
+            if first.finish_reason[0] or ended:
                 state = release(state, first.rows, donate=True)
             else:
                 rows[first.rows[0]] = index
@@ -104,10 +119,32 @@ def _loop(state: SpecState, target: Model, drafter: Drafter | None, requests: li
             continue
         state, verdict = turn(state)
         for row, emission in emissions(verdict, rows, rounds):
-            yield emission
-            if emission.finish_reason:
+            ended = yield emission
+            if emission.finish_reason or ended:
                 del rows[row]
                 state = release(state, [row], donate=True)
+
+
+def _with_text(emitted: Generator[Emission, bool | None, None], streams: list[TextStream]) -> Iterator[Emission]:
+    """Add text to emissions, and end prompts at stop strings."""
+    ended: bool | None = None
+    while True:
+        try:
+            emission = emitted.send(ended)
+        except StopIteration:
+            return
+        stream = streams[emission.prompt_index]
+        piece = stream.add(emission.tokens)
+        ended = piece.stopped
+        reason = STOPPED if ended else emission.finish_reason
+        yield replace(
+            emission,
+            tokens=emission.tokens[: piece.kept],
+            origin=emission.origin[: piece.kept],
+            num_accepted=min(emission.num_accepted, piece.kept),
+            finish_reason=reason,
+            text=piece.text + (stream.finish() if reason and not ended else ""),
+        )
 
 
 def _round_function(

@@ -249,14 +249,14 @@ class Lease:
 
 
 def host_copy(array: Any) -> np.ndarray:
-    """An array of JAX as a NumPy array of its own. Waits for it.
+    """An array of a state as a NumPy array of its own. Waits for it.
 
     Raises:
         StateError: JAX is tracing, and there are no values.
     """
     if isinstance(array, Tracer):
         raise StateError("state: expected values, got a state that JAX traces. Fix: admit, release and take snapshots outside jit.")
-    return np.array(array)
+    return array.detach().cpu().numpy().copy() if isinstance(array, torch.Tensor) else np.array(array)
 
 
 class _Structure:

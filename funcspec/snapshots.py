@@ -102,7 +102,7 @@ def snapshot(state: SpecState, *, kv: bool = True) -> Snapshot:
     """
     check_phase(check_state(state, "snapshot"), "snapshot", (ROUND_START, DRAFTING), "accept the scores first")
     lease = state.lease
-    fields = {name: _host(lease.array(name)) for name in ARRAY_FIELDS if name not in BLOCK_TABLES}
+    fields = {name: host_copy(lease.array(name)) for name in ARRAY_FIELDS if name not in BLOCK_TABLES}
     for values in fields.values():
         values.flags.writeable = False
     lengths = {"target": np.maximum(fields["num_tokens"] - 1, 0)}
@@ -163,10 +163,6 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
                 f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore."
             )
     return wanted
-
-
-def _host(array: Any) -> np.ndarray:
-    return array.detach().cpu().numpy().copy() if isinstance(array, torch.Tensor) else host_copy(array)
 
 
 def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool) -> Cache:

@@ -39,6 +39,7 @@ NAMES = [
     "score",
     "snapshot",
     "step_round",
+    "truncate",
     "verify",
 ]
 

@@ -372,6 +372,10 @@ class Transition(ABC):
         """Write the first tokens of a row into blocks that `reserve` returned: each entry's [num_layers, length, *shape]."""
 
     @abstractmethod
+    def rewind(self) -> None:
+        """Note that the next step may write where older states still read."""
+
+    @abstractmethod
     def put_rows(self, rows: Sequence[int], values: Mapping[str, Any], blocks: Mapping[str, Sequence[Any]]) -> None:
         """Write whole rows of the fields.
 

@@ -142,6 +142,9 @@ class JaxTransition(Transition):
             new[name] = new[name].at[:, np.array(blocks, np.int32)].set(padded)
         self.kv[role] = new
 
+    def rewind(self) -> None:
+        """Do nothing: values are not shared."""
+
     def put_rows(self, rows: Sequence[int], values: Mapping[str, Any], blocks: Mapping[str, Sequence[Any]]) -> None:
         """Make the fields anew, on the host."""
         tables = {}

@@ -5,6 +5,7 @@ not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from funcspec.kernels.kv_cache import copy_blocks_
 from funcspec.kernels.op import Op
 from funcspec.leases import Buffers, Lease
 from funcspec.models.base import ForwardBatch, Model
-from funcspec.pool import BlockCopies, Branch, Pool, RowBlocks
+from funcspec.pool import STRANGER, BlockCopies, Branch, Pool, RowBlocks
 from funcspec.state import ARRAY_FIELDS, ROUND_START, SpecState, name_step
 from funcspec.transitions.base import Kind, Shapes, Transition, in_blocks
 
@@ -165,6 +166,11 @@ class TorchTransition(Transition):
         for name, tokens in values.items():
             cache = pool.kv[name]
             cache[:, list(blocks.ids)] = in_blocks(tokens, len(blocks.ids), pool.block_size).to(cache.device)
+
+    def rewind(self) -> None:
+        """Be no tip: the next write copies the blocks it touches."""
+        self.target = replace(self.target, version=STRANGER)
+        self.draft = None if self.draft is None else replace(self.draft, version=STRANGER)
 
     def put_rows(self, rows: Sequence[int], values: Mapping[str, Any], blocks: Mapping[str, Sequence[Any]]) -> None:
         """Write rows of the arena and of the branches."""
