@@ -7,7 +7,7 @@ from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, FuncspecError
 from funcspec.generation import Emission, generate
 from funcspec.noise import NOISE_VERSION
-from funcspec.snapshots import Snapshot, restore, snapshot
+from funcspec.snapshots import Snapshot, restore, resume, snapshot
 from funcspec.state import SpecState, any_active, fork
 from funcspec.steps import Draft, Scores, Verdict, accept, decode, prefill, score, step_round, verify
 from funcspec.storage import load, save
@@ -42,6 +42,7 @@ __all__ = [
     "prefill",
     "release",
     "restore",
+    "resume",
     "rules",
     "same_as_plain",
     "save",

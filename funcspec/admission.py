@@ -139,7 +139,7 @@ def admit_requests(
 ) -> tuple[SpecState, Admitted]:
     """`admit` for requests that `validate` has checked against the same configuration."""
     check_phase(check_state(state, "admit"), "admit", (ROUND_START,), "finish the round with verify first")
-    chosen = _free_rows(state, len(requests), rows)
+    chosen = free_rows(state, len(requests), rows)
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         refuse("chunk", "a positive int or None", repr(chunk), "leave it out for the default")
     draft_model = partner_model(state, target, drafter)
@@ -174,7 +174,7 @@ def release(state: SpecState, rows: Sequence[int], *, donate: bool = False) -> S
         ArgumentError: a row number is out of range or twice in the list.
     """
     check_state(state, "release")
-    numbers = _row_numbers(rows, state.config)
+    numbers = row_numbers(rows, state.config)
     step = open_step(state, "release", donate=donate)
     idle = {name: np.full((len(numbers), *field_shape(state.config, name)[1:]), ARRAY_FIELDS[name]["fill"]) for name in ARRAY_FIELDS}
     values = {name: value for name, value in idle.items() if name not in BLOCK_TABLES}
@@ -216,7 +216,7 @@ def truncate(state: SpecState, lengths: Mapping[int, int], *, finish: bool = Fal
         refuse("lengths", "a length for at least one row", repr(lengths)[:60], "pass {row: length}")
     if not isinstance(finish, bool):
         refuse("finish", "True or False", repr(finish), "pass a bool")
-    rows = _row_numbers(list(lengths), state.config)
+    rows = row_numbers(list(lengths), state.config)
     held = {name: host_copy(getattr(state, name))[rows] for name in ("tokens", "num_tokens", "prompt_len", "row_limit", "draft_len")}
     for row, most, prompt in zip(rows, held["num_tokens"].tolist(), held["prompt_len"].tolist(), strict=True):
         length = lengths[row]
@@ -242,7 +242,8 @@ def truncate(state: SpecState, lengths: Mapping[int, int], *, finish: bool = Fal
     return step.close(ROUND_START)
 
 
-def _row_numbers(rows: Any, config: SpecConfig) -> list[int]:
+def row_numbers(rows: Any, config: SpecConfig) -> list[int]:
+    """Refuse what are no distinct row numbers."""
     numbers = list(rows) if isinstance(rows, Sequence) else [rows]
     for row in numbers:
         if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < config.max_num_reqs:
@@ -252,14 +253,15 @@ def _row_numbers(rows: Any, config: SpecConfig) -> list[int]:
     return numbers
 
 
-def _free_rows(state: SpecState, count: int, rows: Any) -> list[int]:
+def free_rows(state: SpecState, count: int, rows: Any) -> list[int]:
+    """Choose free rows for `count` requests, or check those that a caller named."""
     free = [row for row, blocks in enumerate(state.lease.blocks("target")) if blocks is None]
     if rows is None:
         if count > len(free):
             found = f"{count} prompts for {len(free)} free rows"
             refuse("prompts", "a free row for each prompt", found, "release finished rows, or raise max_num_reqs", CapacityError)
         return free[:count]
-    numbers = _row_numbers(rows, state.config)
+    numbers = row_numbers(rows, state.config)
     if len(numbers) != count:
         refuse("rows", f"{count} rows, one a prompt", len(numbers), "name one row for each prompt")
     for row in numbers:

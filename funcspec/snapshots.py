@@ -1,20 +1,20 @@
 """States on the host: comparable, hashable, picklable, printable; with or without KV."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from funcspec.admission import DEFAULT_CHUNK
+from funcspec.admission import DEFAULT_CHUNK, free_rows, row_numbers
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.errors import ArgumentTypeError, ModelError, refuse
+from funcspec.errors import ArgumentTypeError, ModelError, StepOrderError, refuse
 from funcspec.leases import JaxLease, Lease, Partner, host_copy
 from funcspec.models.base import Model
-from funcspec.partners import check_drafter, check_partner, framework_of
+from funcspec.partners import check_drafter, check_partner, framework_of, partner_model
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_phase, check_state
 from funcspec.transitions import Transition, open_step
 
@@ -81,11 +81,14 @@ class Snapshot:
         return f"Snapshot({self.phase}, rows {rows}, {kv}, {self.digest[:12]})"
 
 
-def snapshot(state: SpecState, *, kv: bool = True) -> Snapshot:
-    """Copy a state to the host. Waits for the GPU.
+def snapshot(state: SpecState, *, kv: bool = True, rows: Sequence[int] | None = None) -> Snapshot:
+    """Copy a state, or some of its rows, to the host. Waits for the GPU.
+
+    A snapshot of some rows is that of a state with these rows only. With `release` it preempts them; `resume` takes them in again.
 
     Args:
         state: a live state that does not wait for `accept`.
+        rows: distinct row numbers; None is all.
         kv: whether to copy the KV too. Without it `restore` runs the tokens through the models again, which gives the same
             small buffers and KV to rounding.
 
@@ -101,16 +104,21 @@ def snapshot(state: SpecState, *, kv: bool = True) -> Snapshot:
         True
     """
     check_phase(check_state(state, "snapshot"), "snapshot", (ROUND_START, DRAFTING), "accept the scores first")
-    lease = state.lease
-    fields = {name: host_copy(lease.array(name)) for name in ARRAY_FIELDS if name not in BLOCK_TABLES}
+    lease, config = state.lease, state.config
+    chosen = list(range(config.max_num_reqs)) if rows is None else row_numbers(rows, config)
+    if not chosen:
+        refuse("rows", "at least one row", "none", "name rows of this state, or leave it out")
+    if rows is not None:
+        config = config.replace(max_num_reqs=len(chosen), num_blocks=config.num_kv_blocks)
+    fields = {name: host_copy(lease.array(name))[chosen] for name in ARRAY_FIELDS if name not in BLOCK_TABLES}
     for values in fields.values():
         values.flags.writeable = False
     lengths = {"target": np.maximum(fields["num_tokens"] - 1, 0)}
     if "draft" in lease.models:
         limit = lease.models["draft"].max_len
         lengths["draft"] = np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), limit)
-    caches = {role: _copy_cache(lease, role, lengths[role].tolist(), kv) for role in lease.models}
-    return Snapshot(state.config, lease.phase, lease.draft_steps, fields, caches, lease.framework)
+    caches = {role: _copy_cache(lease, role, chosen, lengths[role].tolist(), kv) for role in lease.models}
+    return Snapshot(config, lease.phase, lease.draft_steps, fields, caches, lease.framework)
 
 
 def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | None = None, *, framework: str | None = None) -> SpecState:
@@ -147,6 +155,63 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     return step.close(snapshot.phase, draft_steps=snapshot.draft_steps)
 
 
+def resume(
+    state: SpecState,
+    snapshot: Snapshot,
+    target: Model | None = None,
+    drafter: Drafter | None = None,
+    *,
+    rows: Sequence[int] | None = None,
+    donate: bool = False,
+) -> SpecState:
+    """Take the rows of a snapshot into free rows of a state, where they go on exactly as they would have.
+
+    The other rows do not notice. The snapshot may come from this state, from another one of the same kind, or from a file.
+
+    Args:
+        state: a state at the start of a round.
+        snapshot: rows taken with `snapshot(state, rows=...)` at the start of a round, each with a request.
+        target, drafter: needed for a snapshot without KV, whose tokens are run through them; else only checked if given.
+        rows: free rows to use; None takes the lowest ones.
+        donate: reuse the state's buffers and leave the state dead.
+
+    Raises:
+        StepOrderError: the state or the snapshot is in mid-round.
+        ArgumentError, CapacityError, ModelError: the snapshot does not fit the state, or there are too few free rows.
+        PoolExhaustedError: too few blocks. In all cases nothing was written.
+
+    Example:
+        >>> import funcspec as fs
+        >>> target = fs.models.ChecksumModel()
+        >>> config = fs.SpecConfig(max_num_reqs=2, max_model_len=32, num_speculative_tokens=0, rule=fs.rules.greedy)
+        >>> state, _ = fs.admit(fs.init(config, target), target, None, [[5, 6, 7], [1]])
+        >>> paused, state = fs.snapshot(state, rows=[0]), fs.release(state, [0])
+        >>> state, _ = fs.verify(state, target)
+        >>> state = resume(state, paused)
+        >>> fs.verify(state, target)[1].tokens.tolist()
+        [[1], [24]]
+    """
+    check_phase(check_state(state, "resume"), "resume", (ROUND_START,), "finish the round with verify first")
+    if not isinstance(snapshot, Snapshot):
+        refuse("snapshot", "a Snapshot", type(snapshot).__name__, "pass what snapshot(state, rows=...) returned", ArgumentTypeError)
+    if snapshot.phase != ROUND_START:
+        raise StepOrderError("snapshot: expected one taken at a round's start, got one in mid-round. Fix: take it before prefill.")
+    own = state.config.replace(max_num_reqs=1, num_blocks=None)
+    if snapshot.config.replace(max_num_reqs=1, num_blocks=None, device=own.device) != own:
+        refuse("snapshot", f"rows of a state of {own}", str(snapshot.config), "resume them in a state of the same configuration")
+    if {role: cache.partner for role, cache in snapshot.caches.items()} != dict(state.lease.models):
+        refuse("snapshot", "rows for the models of this state", "rows for others", "resume them with the models they had", ModelError)
+    if not snapshot.fields["num_tokens"].all():
+        refuse("snapshot", "a request in every row", "an idle row", "take only rows with requests")
+    chosen = free_rows(state, snapshot.config.max_num_reqs, rows)
+    models = {"target": target, "draft": partner_model(state, target, drafter) if drafter is not None else None}
+    _check_models(snapshot, models, state.framework)
+    step = open_step(state, "resume", donate=donate)
+    blocks = {role: _fill_cache(step, role, cache, models[role], snapshot.fields) for role, cache in snapshot.caches.items()}
+    step.put_rows(chosen, {name: array.copy() for name, array in snapshot.fields.items()}, blocks)
+    return step.close(ROUND_START)
+
+
 def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework: str | None) -> str:
     """Refuse models that do not fit; return the framework of the state to be made."""
     if framework not in (None, "torch", "jax"):
@@ -165,8 +230,9 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
     return wanted
 
 
-def _copy_cache(lease: Lease | JaxLease, role: str, lengths: list[int], kv: bool) -> Cache:
-    size, blocks = lease.config.block_size, lease.blocks(role)
+def _copy_cache(lease: Lease | JaxLease, role: str, chosen: list[int], lengths: list[int], kv: bool) -> Cache:
+    size, all_blocks = lease.config.block_size, lease.blocks(role)
+    blocks = [all_blocks[row] for row in chosen]
     held = tuple(None if ids is None else len(ids) for ids in blocks)
     lengths = [min(length, (count or 0) * size) for count, length in zip(held, lengths, strict=True)]
     rows = None

@@ -33,6 +33,7 @@ NAMES = [
     "prefill",
     "release",
     "restore",
+    "resume",
     "rules",
     "same_as_plain",
     "save",
