@@ -12,7 +12,7 @@ import torch
 
 import funcspec as fs
 from benchmarks.prompts import prompt_tokens
-from funcspec.cli import Job, run_job
+from funcspec.jobs import Job, run_job
 from funcspec.metrics import statistics as round_statistics
 from funcspec.models import smollm2
 

@@ -4,73 +4,38 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
 
 from funcspec import rules
-from funcspec.admission import admit_requests, init
-from funcspec.checks import Comparison, first_difference, preference_margin
-from funcspec.config import SpecConfig
-from funcspec.drafters import standalone
+from funcspec.drafters import fallback, ngram, standalone
 from funcspec.drafters.base import Drafter
-from funcspec.errors import FuncspecError
-from funcspec.generation import Emission, emissions
-from funcspec.kernels.acceptance import BONUS
+from funcspec.errors import FuncspecError, refuse
+from funcspec.generation import Emission
+from funcspec.jobs import Job, Run, TimedComparison, compare, run_job
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import smollm2
 from funcspec.models.base import Model
-from funcspec.requests import validate
-from funcspec.state import any_active
-from funcspec.steps import decode, prefill, verify
+from funcspec.text import TextStream
 
 DEFAULT_PROMPT = "Write a Python function that reverses a string."
+RULES = tuple(sorted(rule.name for rule in vars(rules).values() if isinstance(rule, rules.Rule)))
+DRAFTERS = ("standalone", "lookup", "lookup+standalone", "none")
 NEAR_TIE = 0.01  # a hundred times what fp32 logits differ between passes of different shape
 COLOURS = ("\x1b[32m", "\x1b[33m", "\x1b[36m")  # accepted drafts, recovered, bonus
 PLAIN = "\x1b[0m"
 
 
-@dataclass(frozen=True)
-class Job:
-    """One decoding job: what runs and how."""
-
-    target: Model
-    drafter: Drafter | None
-    prompts: list[list[int]]
-    seeds: list[int]
-    temperature: float
-    max_tokens: int
-    stop_ids: tuple[int, ...]
-    rule: rules.Rule
-    num_speculative_tokens: int
-
-
-@dataclass
-class Run:
-    """What a job gave."""
-
-    outputs: list[list[int]]
-    emissions: list[Emission] = field(default_factory=list)
-    seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-
-    def add(self, emission: Emission) -> None:
-        """Note tokens that a prompt got."""
-        self.emissions.append(emission)
-        self.outputs[emission.prompt_index] += emission.tokens
-
-
 class Printer:
     """Streams text coloured by where each token came from; one prompt live, several one after another."""
 
-    def __init__(self, tokenizer: Tokenizer, num_prompts: int, colour: bool) -> None:
-        self._tokenizer = tokenizer
-        self._streams = [DecodeStream(skip_special_tokens=True) for _ in range(num_prompts)]
+    def __init__(self, tokenizer: Any, num_prompts: int, colour: bool, stop_strings: Sequence[str] = ()) -> None:
+        self._streams = [TextStream(tokenizer, stop_strings) for _ in range(num_prompts)]
         self._texts = [""] * num_prompts
         self._colour = colour
 
@@ -78,11 +43,13 @@ class Printer:
         """Print, or keep until the prompt is done, what a round emitted."""
         index = emission.prompt_index
         for token, origin in zip(emission.tokens, emission.origin, strict=True):
-            piece = self._streams[index].step(self._tokenizer, token)  # None until the bytes make whole characters
+            piece = self._streams[index].add([token]).text  # nothing until the bytes make whole characters
             if piece:
                 self._write(index, f"{COLOURS[origin]}{piece}{PLAIN}" if self._colour else piece)
-        if emission.finish_reason and len(self._texts) > 1:
-            print(f"[{index}] {self._texts[index]}\n")
+        if emission.finish_reason:
+            self._write(index, self._streams[index].finish())
+            if len(self._texts) > 1:
+                print(f"[{index}] {self._texts[index]}\n")
 
     def _write(self, index: int, text: str) -> None:
         if len(self._texts) > 1:
@@ -91,70 +58,25 @@ class Printer:
             print(text, end="", flush=True)
 
 
-def run_job(job: Job, on_emission: Printer | None = None, *, padded: bool = False) -> Run:
-    """The loop, written out to time drafting and verifying apart.
+class Progress:
+    """A bar on stderr that counts tokens, and finished prompts."""
 
-    Args:
-        job: what to decode.
-        on_emission: called with what each round emitted.
-        padded: without a drafter, decode in the shape of speculative passes.
-    """
-    speculative = job.drafter is not None
-    width = job.num_speculative_tokens if speculative or padded else 0
-    longest = max(map(len, job.prompts)) + job.max_tokens
-    config = SpecConfig(max_num_reqs=len(job.prompts), max_model_len=max(longest, width + 1), num_speculative_tokens=width, rule=job.rule)
-    state = init(config, job.target, job.drafter)
-    requests = validate(config, job.target, job.prompts, job.seeds, job.temperature, job.max_tokens, job.stop_ids)
-    run = Run([[] for _ in job.prompts])
-    started = time.perf_counter()
-    state, first = admit_requests(state, job.target, job.drafter, requests, donate=True)
-    rows = dict(zip(first.rows, range(len(job.prompts)), strict=True))
-    rounds = [0] * len(job.prompts)
-    for index, (token, reason, bad) in enumerate(zip(first.tokens, first.finish_reason, first.bad_row, strict=True)):
-        _note(run, Emission(index, (token,), (BONUS,), 0, 0, reason, bool(bad), 0), on_emission)
-    rows = {row: index for row, index in rows.items() if not first.finish_reason[index]}
-    while any_active(state):
-        before = time.perf_counter()
-        if job.drafter is not None:
-            state, _ = prefill(state, job.drafter, donate=True)
-            for _ in range(width - 1):
-                state, _ = decode(state, job.drafter, donate=True)
-        drafted = time.perf_counter()
-        state, verdict = verify(state, job.target, donate=True)
-        run.draft_seconds += drafted - before
-        run.verify_seconds += time.perf_counter() - drafted
-        for row, emission in emissions(verdict, rows, rounds):
-            _note(run, emission, on_emission)
-            if emission.finish_reason:
-                del rows[row]
-    run.seconds = time.perf_counter() - started
-    return run
+    def __init__(self, num_prompts: int, max_tokens: int) -> None:
+        self._done, self._prompts = 0, num_prompts
+        self._bar = tqdm(total=num_prompts * max_tokens, unit=" tokens", file=sys.stderr, dynamic_ncols=True)
+        self._left = [max_tokens] * num_prompts
 
-
-def _note(run: Run, emission: Emission, on_emission: Printer | None) -> None:
-    run.add(emission)
-    if on_emission is not None:
-        on_emission(emission)
-
-
-@dataclass(frozen=True)
-class TimedComparison(Comparison):
-    """A run against plain decoding of the same target, and the seconds of the fastest plain decoding."""
-
-    plain_seconds: float
-
-
-def compare(job: Job, run: Run) -> TimedComparison:
-    """Decode plainly, one token a pass and in the shape of speculative passes, and compare tokens and time."""
-    plain_job = replace(job, drafter=None)
-    padded, single = run_job(plain_job, padded=True), run_job(plain_job)
-    difference = first_difference(run.outputs, single.outputs)
-    margin = None
-    if difference is not None:
-        prompt, place = difference
-        tokens = job.prompts[prompt] + single.outputs[prompt][:place]
-        margin = preference_margin(job.target, tokens, job.seeds[prompt], job.temperature)
-    return TimedComparison(run.outputs == padded.outputs, difference, margin, min(padded.seconds, single.seconds))
+    def __call__(self, emission: Emission) -> None:
+        """Count what a round emitted; a prompt that ends early counts in full."""
+        index, count = emission.prompt_index, len(emission.tokens)
+        self._left[index] -= count
+        if emission.finish_reason:
+            self._done += 1
+            count += self._left[index]
+            self._bar.set_postfix_str(f"{self._done} of {self._prompts} prompts", refresh=False)
+        self._bar.update(count)
+        if self._done == self._prompts:
+            self._bar.close()
 
 
 def report(job: Job, run: Run, found: Statistics, comparison: TimedComparison | None) -> str:
@@ -164,7 +86,7 @@ def report(job: Job, run: Run, found: Statistics, comparison: TimedComparison | 
     if job.drafter is not None:
         rates = " ".join(f"{rate:.2f}" for rate in found.acceptance_by_position)
         lines.append(f"{found.tokens_per_round:.2f} tokens a round; accepted by position: {rates}")
-    lines.append(f"draft {run.draft_seconds:.2f} s, verify {run.verify_seconds:.2f} s")
+    lines.append(f"draft passes {run.draft_seconds:.2f} s, target passes {run.target_seconds:.2f} s, prompts included")
     if comparison is not None:
         speedup = comparison.plain_seconds / run.seconds
         lines.append(f"plain decoding {comparison.plain_seconds:.2f} s: speedup {speedup:.2f}x")
@@ -196,7 +118,7 @@ def as_json(run: Run, found: Statistics, texts: list[str], comparison: TimedComp
         "tokens_per_round": found.tokens_per_round,
         "seconds": run.seconds,
         "draft_seconds": run.draft_seconds,
-        "verify_seconds": run.verify_seconds,
+        "target_seconds": run.target_seconds,
     }
     if comparison is not None:
         difference = comparison.first_difference
@@ -228,56 +150,139 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     make = commands.add_parser(
         "generate",
-        help="decode with SmolLM2-135M-Instruct and its distilled two-layer draft",
-        description="Decode with SmolLM2-135M-Instruct as target and a distilled two-layer draft. "
+        help="decode speculatively, with SmolLM2-135M-Instruct unless told otherwise",
+        description="Decode with SmolLM2-135M-Instruct as target and a distilled two-layer draft, or with models of your own. "
         "Green: accepted drafts, yellow: recovered tokens, cyan: bonus tokens.",
     )
+    make.add_argument("--target", metavar="DIR", help="directory of a Hugging Face model (needs transformers)")
+    make.add_argument("--draft", metavar="DIR", help="directory of a Hugging Face model of the same tokenizer that drafts")
     make.add_argument("--prompt", action="append", help="a user message; repeat it for a batch")
+    make.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one a line; empty lines are skipped")
+    make.add_argument("--max-num-reqs", type=_at_least(1), default=8, help="most prompts decoded at a time (default 8)")
     make.add_argument("--raw", action="store_true", help="continue the prompt as plain text instead of answering it")
     make.add_argument("--max-tokens", type=_at_least(1), default=96, help="most tokens for each prompt (default 96)")
+    make.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    make.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens past the model's end tokens")
     make.add_argument("--num-speculative-tokens", type=_at_least(0), default=3, help="drafts in a round (default 3)")
-    make.add_argument("--rule", choices=("greedy", "coupled"), help="default: greedy at temperature 0, else coupled")
+    make.add_argument("--rule", choices=RULES, help="default: greedy at temperature 0, else coupled")
     make.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     make.add_argument("--seed", type=int, default=0, help="seed of the first prompt; the next ones count up")
-    make.add_argument("--drafter", choices=("standalone", "none"), default="standalone", help="none decodes plainly")
+    make.add_argument("--drafter", choices=DRAFTERS, help="lookup copies from the text so far; none decodes plainly (default: standalone)")
     make.add_argument("--compare", action="store_true", help="decode plainly too and compare tokens and time")
+    make.add_argument("--progress", action="store_true", help="show a bar instead of text")
     make.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
     make.add_argument("--threads", type=_at_least(1), help="CPU threads (default: torch's own choice)")
     return top
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target with all that goes with it, and the drafter."""
+
+    target: Model
+    drafter: Drafter | None
+    tokenizer: Any
+    end_tokens: tuple[int, ...]
+
+
+def load_models(options: argparse.Namespace) -> Loaded:
+    """Load target, tokenizer and drafter that the options name."""
+    own = options.target is not None
+    if options.draft is not None and not own:
+        refuse("--draft", "--target with it", "none", "name the target that it drafts for")
+    kind = options.drafter or ("lookup" if own and options.draft is None else "standalone")
+    if options.num_speculative_tokens == 0:
+        kind = "none"
+    if own and "standalone" in kind and options.draft is None:
+        refuse("--draft", f"a model directory for --drafter {kind}", "none", "name one, or use --drafter lookup")
+    if own:
+        from funcspec.models.huggingface import load
+
+        target, tokenizer = load(options.target)
+        if tokenizer is None:
+            refuse("--target", "a model with a tokenizer", "none in its directory", "save the tokenizer there too")
+        draft = (load(options.draft)[0], None) if "standalone" in kind and options.draft is not None else None
+        end_tokens = _end_tokens(target, tokenizer)
+    else:
+        target, tokenizer, end_tokens = smollm2.load_target(), smollm2.load_tokenizer(), smollm2.END_TOKENS
+        draft = smollm2.load_draft(target) if "standalone" in kind else None
+    drafter: Drafter | None = standalone(*draft) if draft is not None else None
+    if "lookup" in kind:
+        drafter = ngram() if drafter is None else fallback(ngram(), drafter)
+    return Loaded(target, drafter, tokenizer, end_tokens)
+
+
+def _end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids at which a Hugging Face model stops: those of its generation configuration, else its tokenizer's."""
+    settings = getattr(target.lm, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    found = tokenizer.eos_token_id if found is None else found
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """The prompts that the options name."""
+    prompts = list(options.prompt or [])
+    if options.prompts_file is not None:
+        try:
+            text = options.prompts_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            refuse("--prompts-file", "a readable text file", str(error), "correct the path")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if not lines:
+            refuse("--prompts-file", "at least one line", "none", "write one prompt a line")
+        prompts += lines
+    return prompts or [DEFAULT_PROMPT]
+
+
+def encode(loaded: Loaded, prompt: str, options: argparse.Namespace) -> list[int]:
+    """Token ids of a prompt, laid out as the model's chat unless it is raw."""
+    if options.target is None:
+        return loaded.tokenizer.encode(prompt if options.raw else smollm2.chat_prompt(prompt)).ids
+    if options.raw or not getattr(loaded.tokenizer, "chat_template", None):
+        return list(loaded.tokenizer.encode(prompt))
+    chat = [{"role": "user", "content": prompt}]
+    return list(loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def generate_command(options: argparse.Namespace) -> int:
     """Run `funcspec generate`."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    prompts = options.prompt or [DEFAULT_PROMPT]
-    tokenizer = smollm2.load_tokenizer()
-    target = smollm2.load_target()
-    drafter = None
-    if options.drafter == "standalone" and options.num_speculative_tokens > 0:
-        drafter = standalone(*smollm2.load_draft(target))
-    rule = getattr(rules, options.rule or ("coupled" if options.temperature > 0 else "greedy"))
-    texts = [prompt if options.raw else smollm2.chat_prompt(prompt) for prompt in prompts]
+    prompts = read_prompts(options)
+    loaded = load_models(options)
     job = Job(
-        target,
-        drafter,
-        [tokenizer.encode(text).ids for text in texts],
+        loaded.target,
+        loaded.drafter,
+        [encode(loaded, prompt, options) for prompt in prompts],
         [options.seed + index for index in range(len(prompts))],
         options.temperature,
         options.max_tokens,
-        smollm2.END_TOKENS,
-        rule,
+        () if options.ignore_eos else loaded.end_tokens,
+        getattr(rules, options.rule or ("coupled" if options.temperature > 0 else "greedy")),
         options.num_speculative_tokens,
+        options.max_num_reqs,
+        loaded.tokenizer,
+        tuple(options.stop),
     )
-    run_job(replace(job, max_tokens=min(4, job.max_tokens)))  # the first passes touch the weights for the first time
+    first = replace(job, prompts=job.prompts[:1], seeds=job.seeds[:1], max_tokens=min(4, job.max_tokens))
+    run_job(first)  # the first passes touch the weights for the first time
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    run = run_job(job, None if options.json else Printer(tokenizer, len(prompts), colour))
-    found = statistics(run.emissions, max(options.num_speculative_tokens, 0))
+    watching: Callable[[Emission], None] | None = None
+    if options.progress:
+        watching = Progress(len(prompts), options.max_tokens)
+    elif not options.json:
+        watching = Printer(loaded.tokenizer, len(prompts), colour, options.stop)
+    run = run_job(job, watching)
+    found = statistics(run.emissions, options.num_speculative_tokens)
     comparison = compare(job, run) if options.compare else None
     if options.json:
-        print(as_json(run, found, [tokenizer.decode(output) for output in run.outputs], comparison))
-    else:
-        print(f"\n\n{report(job, run, found, comparison)}")
+        print(as_json(run, found, run.texts, comparison))
+        return 0
+    if options.progress:
+        for index, text in enumerate(run.texts):
+            print(f"[{index}] {text}\n" if len(prompts) > 1 else text)
+    print(f"\n\n{report(job, run, found, comparison)}")
     return 0
 
 

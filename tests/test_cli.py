@@ -2,14 +2,17 @@
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from funcspec import drafters, rules
-from funcspec.cli import Job, Printer, TimedComparison, as_json, compare, main, parser, report, run_job
+from funcspec.cli import Printer, as_json, main, parser, report
 from funcspec.errors import ArgumentError
 from funcspec.generation import Emission
+from funcspec.jobs import Job, TimedComparison, compare, run_job
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import ChecksumDraft, ChecksumModel, smollm2
 
@@ -85,7 +88,7 @@ def test_a_report_of_plain_decoding() -> None:
     assert "12 tokens" in text and "accepted by position" not in text
 
 
-WRONG_OPTIONS = ["--rule ratio", "--num-speculative-tokens -1", "--drafter eagle", "--max-tokens 0", "--threads 0"]
+WRONG_OPTIONS = ["--rule sampled", "--num-speculative-tokens -1", "--drafter eagle", "--max-tokens 0", "--threads 0"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], *(["generate", *options.split()] for options in WRONG_OPTIONS)])
@@ -97,7 +100,7 @@ def test_wrong_options_end_with_status_two(arguments: list[str]) -> None:
 
 def test_defaults() -> None:
     options = parser().parse_args(["generate"])
-    assert (options.num_speculative_tokens, options.drafter, options.temperature, options.prompt) == (3, "standalone", 0.0, None)
+    assert (options.num_speculative_tokens, options.drafter, options.temperature, options.prompt) == (3, None, 0.0, None)
 
 
 @needs_weights
@@ -162,3 +165,81 @@ def test_colours_and_whole_characters(capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     assert "\ufffd" not in text and "日" in text and "😀" in text
     assert "\x1b[32m" in text and "\x1b[33m" in text
+
+
+@needs_weights
+@pytest.mark.parametrize("drafter", ["lookup", "lookup+standalone"])
+def test_every_drafter_gives_the_same_text(capsys: pytest.CaptureFixture[str], drafter: str) -> None:
+    """A prompt with much to copy; the text ends at the stop string, exactly."""
+    arguments = [
+        "generate",
+        "--json",
+        "--raw",
+        "--max-tokens",
+        "24",
+        "--prompt",
+        "one two three four, one two three four, one two",
+        "--stop",
+        "which",
+    ]
+    results = []
+    for name in ("none", drafter):
+        assert main([*arguments, "--drafter", name]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    plain, found = results
+    assert found["text"] == plain["text"] == " three four, and one four three four, " and found["tokens"] == plain["tokens"]
+    assert found["accepted"] > 0
+
+
+@needs_weights
+def test_prompts_from_a_file_with_a_bar(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("The capital of France is\n\nThe capital of Italy is\nThe capital of Spain is\n")
+    arguments = ["generate", "--raw", "--prompts-file", str(file), "--max-tokens", "3", "--max-num-reqs", "2", "--ignore-eos", "--progress"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "[0]  Paris" in printed.out and "[1]  Rome" in printed.out and "[2]  Madrid" in printed.out and "9 tokens in" in printed.out
+    assert "9/9" in printed.err and "3 of 3 prompts" in printed.err
+
+
+def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    for arguments, message in (
+        (["--draft", "x"], "--draft: expected --target with it"),
+        (["--target", "x", "--drafter", "standalone"], "--draft: expected a model directory for --drafter standalone"),
+        (["--prompts-file", str(empty)], "--prompts-file: expected at least one line"),
+        (["--prompts-file", str(tmp_path / "missing")], "--prompts-file: expected a readable text file"),
+    ):
+        assert main(["generate", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def model_directories(tmp_path: Path) -> tuple[str, str]:
+    """A tiny target and a tinier draft of transformers, saved with a tokenizer of bytes."""
+    transformers = pytest.importorskip("transformers")
+    from test_text import byte_tokenizer
+
+    torch.manual_seed(0)
+    names = []
+    for name, layers in (("target", 2), ("draft", 1)):
+        shape = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=layers, eos_token_id=None, **shape))
+        lm.save_pretrained(tmp_path / name)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(tmp_path / name)
+        names.append(str(tmp_path / name))
+    return names[0], names[1]
+
+
+@pytest.mark.parametrize("drafter", [None, "lookup", "standalone", "lookup+standalone"])
+def test_any_model_directory(capsys: pytest.CaptureFixture[str], model_directories: tuple[str, str], drafter: str | None) -> None:
+    target, draft = model_directories
+    arguments = ["generate", "--target", target, "--prompt", "abcabc", "--max-tokens", "10", "--json", "--compare", "--seed", "3"]
+    if drafter is not None and "standalone" in drafter:
+        arguments += ["--draft", draft]
+    if drafter is not None:
+        arguments += ["--drafter", drafter]
+    assert main([*arguments, "--temperature", "0.8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["tokens"]) == 10 and (found["identical"] or found["margin"] < 1e-2)

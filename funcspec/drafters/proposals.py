@@ -1,0 +1,57 @@
+"""Drafters that propose: they find whole rows of drafts at once, without a model, and others can be put behind them."""
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from funcspec.drafters.base import Drafter
+from funcspec.kernels.place_drafts import place_drafts_
+from funcspec.models.base import Array
+
+if TYPE_CHECKING:
+    from funcspec.transitions import Transition
+
+
+@runtime_checkable
+class Proposer(Drafter, Protocol):
+    """A drafter of "point" proposals that needs no KV and can say what it would draft without drafting it."""
+
+    def propose(self, transition: "Transition") -> tuple[Array, Array]:
+        """Find drafts for all rows. Writes no field of the state.
+
+        Args:
+            transition: the open step.
+
+        Returns:
+            proposals [R, K] int32 in target ids, and [R] int32: how many each row has, 0 where nothing was found.
+        """
+        ...
+
+
+def place_proposals(
+    transition: "Transition", proposals: Array, counts: Array, wanted: Array, *, points: Array, keep_others: bool = False
+) -> None:
+    """Make proposals the drafts of their rows; for use in `Drafter.first`, after the step's last forward.
+
+    Args:
+        transition: the open step.
+        proposals: [R, K] int32.
+        counts: [R] int32, how many each row has.
+        wanted: [R] int32, drafts asked for.
+        points: [R] int32, not 0 for rows whose drafts are just proposed, not drawn from a distribution.
+        keep_others: leave rows without a proposal as another drafter left them in this step.
+    """
+    fields, config = transition.fields, transition.config
+    out = transition.run(
+        place_drafts_,
+        keep_others=keep_others,
+        proposals=proposals,
+        counts=counts,
+        num_tokens=fields.num_tokens,
+        row_limit=fields.row_limit,
+        is_live=fields.is_live,
+        wanted=wanted,
+        tokens=fields.tokens,
+        num_draft=fields.num_draft,
+        num_drafted=fields.num_drafted,
+        **transition.records(out_tokens=(config.max_num_reqs, config.num_speculative_tokens)),
+    )
+    transition.keep_drafts(out["out_tokens"], points=points)

@@ -1,0 +1,155 @@
+"""Whole jobs: prompts decoded to their end, timed, and compared with plain decoding of the same target."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from funcspec import rules
+from funcspec.checks import Comparison, first_difference, preference_margin
+from funcspec.config import SpecConfig
+from funcspec.drafters.base import Drafter
+from funcspec.drafters.fallback import Fallback
+from funcspec.drafters.standalone import Standalone
+from funcspec.generation import Emission, generate
+from funcspec.models.base import KV, Array, ForwardBatch, KVSpec, Model
+
+
+@dataclass(frozen=True)
+class Job:
+    """One decoding job: what runs and how.
+
+    Attributes:
+        target, drafter: the models; a drafter of None decodes plainly.
+        prompts, seeds, temperature, max_tokens, stop_ids: as for `generate`.
+        rule: the acceptance rule.
+        num_speculative_tokens: drafts a round.
+        max_num_reqs: rows, so most prompts at a time; None is one for each prompt.
+        tokenizer, stop_strings: as for `generate`.
+        device: where the models are.
+    """
+
+    target: Model
+    drafter: Drafter | None
+    prompts: list[list[int]]
+    seeds: list[int]
+    temperature: float
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    rule: rules.Rule
+    num_speculative_tokens: int
+    max_num_reqs: int | None = None
+    tokenizer: Any = None
+    stop_strings: tuple[str, ...] = ()
+    device: str = "cpu"
+
+
+@dataclass
+class Run:
+    """What a job gave.
+
+    Attributes:
+        outputs: tokens by prompt.
+        texts: text by prompt, if the job has a tokenizer.
+        emissions: what came in which round.
+        seconds: the whole time.
+        draft_seconds, target_seconds: time in passes of the two models, prompts included.
+    """
+
+    outputs: list[list[int]]
+    texts: list[str]
+    emissions: list[Emission] = field(default_factory=list)
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+
+class TimedModel:
+    """A model that counts the seconds of its passes. On a GPU they are those of launching."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.seconds = 0.0
+        self.vocab_size: int = model.vocab_size
+        self.max_len: int = model.max_len
+        self.kv_spec: KVSpec = model.kv_spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, Array, tuple[Array, ...]]:
+        """Run the model and note how long it took."""
+        started = time.perf_counter()
+        result = self.model.forward(kv, batch)
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+def timed_drafter(drafter: Drafter | None) -> tuple[Drafter | None, TimedModel | None]:
+    """The drafter with its model timed, where it has one."""
+    if isinstance(drafter, Standalone):
+        model = TimedModel(drafter.model)
+        return replace(drafter, model=model), model
+    if isinstance(drafter, Fallback):
+        second, model = timed_drafter(drafter.second)
+        assert second is not None
+        return replace(drafter, second=second), model
+    return drafter, None
+
+
+def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, padded: bool = False) -> Run:
+    """Decode all prompts.
+
+    Args:
+        job: what to decode.
+        on_emission: called with what each round emitted.
+        padded: without a drafter, decode in the shape of speculative passes.
+    """
+    width = job.num_speculative_tokens if job.drafter is not None or padded else 0
+    longest = max(map(len, job.prompts)) + job.max_tokens
+    config = SpecConfig(
+        max_num_reqs=min(job.max_num_reqs or len(job.prompts), len(job.prompts)),
+        max_model_len=max(longest, width + 1),
+        num_speculative_tokens=width,
+        rule=job.rule,
+        device=job.device,
+    )
+    target = TimedModel(job.target)
+    drafter, draft = timed_drafter(job.drafter)
+    run = Run([[] for _ in job.prompts], [""] * len(job.prompts))
+    options: dict[str, Any] = {"max_tokens": job.max_tokens, "stop_ids": job.stop_ids, "stop_strings": job.stop_strings}
+    started = time.perf_counter()
+    for emission in generate(
+        config, target, drafter, job.prompts, seeds=job.seeds, temperature=job.temperature, tokenizer=job.tokenizer, **options
+    ):
+        run.emissions.append(emission)
+        run.outputs[emission.prompt_index] += emission.tokens
+        run.texts[emission.prompt_index] += emission.text
+        if on_emission is not None:
+            on_emission(emission)
+    run.seconds = time.perf_counter() - started
+    run.target_seconds, run.draft_seconds = target.seconds, 0.0 if draft is None else draft.seconds
+    return run
+
+
+@dataclass(frozen=True)
+class TimedComparison(Comparison):
+    """A run against plain decoding of the same target, and the seconds of the fastest plain decoding."""
+
+    plain_seconds: float
+
+
+def compare(job: Job, run: Run) -> TimedComparison:
+    """Decode plainly, one token a pass and in the shape of speculative passes, and compare tokens and time."""
+    plain_job = replace(job, drafter=None)
+    padded, single = run_job(plain_job, padded=True), run_job(plain_job)
+    difference = first_difference(run.outputs, single.outputs)
+    margin = None
+    if difference is not None:
+        prompt, place = difference
+        tokens = job.prompts[prompt] + single.outputs[prompt][:place]
+        margin = preference_margin(job.target, tokens, job.seeds[prompt], job.temperature, device=job.device)
+    return TimedComparison(run.outputs == padded.outputs, difference, margin, min(padded.seconds, single.seconds))
+
+
+__all__ = ["Job", "Run", "TimedComparison", "compare", "run_job"]
