@@ -30,6 +30,14 @@ FAR = 1e38
 
 
 @jit
+def hyperbolic_tangent(x):
+    """Triton has none that the interpreter knows. Near 0, where the quotient cancels, five terms of the series."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    return tl.where(square < 0.09, near, 1 - 2 / (tl.exp(2 * x) + 1))
+
+
+@jit
 def paged_attention_kernel(
     out_ptr,  # [T, heads, HEAD_DIM], written
     query_ptr,  # [T, heads, HEAD_DIM]
@@ -39,7 +47,10 @@ def paged_attention_kernel(
     seq_lens_ptr,  # [R]
     query_start_loc_ptr,  # [R + 1]
     positions_ptr,  # [T]
+    sinks_ptr,  # [heads], or None
     scale,
+    sliding_window,
+    softcap,
     query_stride,
     query_head_stride,
     table_stride,
@@ -52,6 +63,8 @@ def paged_attention_kernel(
     ROWS: tl.constexpr,  # query heads of a program, at least TOKENS * GROUP
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -73,7 +86,13 @@ def paged_attention_kernel(
         best = tl.full([ROWS], -3.4028234663852886e38, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, LANES], tl.float32)
+        if sinks_ptr is not None:  # like a key with this score and a value of zeros
+            best = tl.load(sinks_ptr + head, mask=is_query, other=0).to(tl.float32)
+            total += 1
         base = 0
+        if HAS_WINDOW:  # tiles that no query of this program sees are left out
+            oldest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - sliding_window + 1
+            base = tl.maximum(oldest, 0) // KEYS * KEYS
         while base < end:
             key_position = base + tl.arange(0, KEYS)
             block = tl.load(
@@ -87,7 +106,11 @@ def paged_attention_kernel(
             key = tl.load(key_ptr + start[None, :] + lane[:, None], mask=is_key[None, :] & in_head[:, None], other=0).to(tl.float32)
             value = tl.load(value_ptr + start[:, None] + lane[None, :], mask=is_key[:, None] & in_head[None, :], other=0).to(tl.float32)
             score = tl.dot(query, key, input_precision="ieee")
+            if HAS_SOFTCAP:
+                score = softcap * hyperbolic_tangent(score / softcap)
             seen = is_key[None, :] & (key_position[None, :] <= last_seen[:, None])
+            if HAS_WINDOW:
+                seen = seen & (key_position[None, :] > position[:, None] - sliding_window)
             score = tl.where(seen, score, float("-inf"))
             newest = tl.maximum(best, tl.max(score, axis=1))
             shrink = tl.exp(best - newest)
@@ -111,6 +134,9 @@ def _check(
     query_start_loc: torch.Tensor,
     positions: torch.Tensor,
     max_query_len: int,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         refuse(
@@ -128,8 +154,8 @@ def _check(
             tuple(query.shape),
             "use the kv_spec that the pool was made with",
         )
-    if query.shape[2] > 256:
-        refuse("query", "a head_dim of at most 256", query.shape[2], "use a model with smaller heads")
+    if query.shape[2] > 512:
+        refuse("query", "a head_dim of at most 512", query.shape[2], "use a model with smaller heads")
     if out.shape != query.shape:
         refuse("out", tuple(query.shape).__repr__(), tuple(out.shape), "allocate it like query")
     rows = seq_lens.shape[0]
@@ -152,6 +178,22 @@ def _check(
     ):
         if array.dtype not in (torch.int32, torch.int64):
             refuse(name, "int32 or int64", array.dtype, "convert it once, outside the loop", ArgumentTypeError)
+    _check_variants(query.shape[1], sliding_window, softcap, sinks)
+
+
+def _check_variants(heads: int, sliding_window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    if sliding_window is not None:
+        if not isinstance(sliding_window, int) or isinstance(sliding_window, bool):
+            refuse("sliding_window", "an int or None", type(sliding_window).__name__, "pass a number of keys", ArgumentTypeError)
+        if not 0 < sliding_window < 2**31:
+            refuse("sliding_window", "1 to 2 ** 31 - 1 keys", sliding_window, "pass None where there is no window")
+    if softcap is not None:
+        if not isinstance(softcap, int | float) or isinstance(softcap, bool):
+            refuse("softcap", "a number or None", type(softcap).__name__, "pass the bound of the scores", ArgumentTypeError)
+        if not 0 < softcap < float("inf"):
+            refuse("softcap", "a positive finite number", softcap, "pass None where scores are not capped")
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
+        refuse("sinks", f"{heads} contiguous scores, one for each head", tuple(sinks.shape), "pass one score for each query head")
 
 
 def _launch_paged_attention(
@@ -166,8 +208,12 @@ def _launch_paged_attention(
     positions: torch.Tensor,
     scale: float,
     max_query_len: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions, max_query_len)
+    arrays = out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions
+    _check(*arrays, max_query_len, sliding_window, softcap, sinks)
     if query.stride(2) != 1 or block_tables.stride(1) != 1:
         refuse(
             "query",
@@ -192,7 +238,10 @@ def _launch_paged_attention(
         seq_lens,
         query_start_loc,
         positions,
+        sinks,
         scale,
+        sliding_window or 0,
+        float(softcap or 0),
         query.stride(0),
         query.stride(1),
         block_tables.stride(0),
@@ -203,8 +252,10 @@ def _launch_paged_attention(
         BLOCK_SIZE=block_size,
         TOKENS=tokens,
         ROWS=rows,
-        KEYS=64 if head_dim <= 64 else 32,
+        KEYS=64 if head_dim <= 64 else 32 if head_dim <= 256 else 16,
         LANES=max(next_power_of_2(head_dim), 16),
+        HAS_WINDOW=sliding_window is not None,
+        HAS_SOFTCAP=softcap is not None,
         num_warps=4,
     )
 
@@ -238,13 +289,18 @@ def _gather(cache: torch.Tensor, blocks: list[int], offset: int, count: int) -> 
 
 
 @lru_cache(maxsize=16)  # the same in every layer of a pass
-def _visible(last_seen: tuple[int, ...], start: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which keys of the tile at position `start` a query sees.
+def _visible(
+    first_seen: tuple[int, ...] | None, last_seen: tuple[int, ...], start: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys of the tile at position `start` a query sees: those from its first, if it has one, up to its last.
 
     Returns:
         [rows, KEY_TILE] fp32, only to be read: 1 where it sees the key, else 0; and what to add to the scores for it.
     """
-    visible = torch.le(OFFSETS.to(device), torch.tensor([seen - start for seen in last_seen], device=device)[:, None]).float()
+    offsets = OFFSETS.to(device)
+    visible = torch.le(offsets, torch.tensor([seen - start for seen in last_seen], device=device)[:, None]).float()
+    if first_seen is not None:
+        visible *= torch.ge(offsets, torch.tensor([seen - start for seen in first_seen], device=device)[:, None])
     return visible, (visible - 1).mul_(FAR)
 
 
@@ -255,53 +311,78 @@ def _without_holes(visible: torch.Tensor, blocks: list[int], offset: int, block_
     return visible, (visible - 1).mul_(FAR)
 
 
+def _fold(query: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, int]:
+    """Make rows of one product of the query heads of each kv head; returns [kv_heads, rows, head_dim] in fp32 and the zero rows in it.
+
+    BLAS has other code, and so other rounding, for rows that do not fill a group of four: zero rows fill it, and a query's
+    result does not depend on how many others there are.
+    """
+    count, heads, head_dim = query.shape
+    group = heads // kv_heads
+    rows = count * group
+    padding = -rows % 4
+    folded = query.reshape(count, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows, head_dim).float()
+    return (F.pad(folded, (0, 0, 0, padding)) if padding else folded), padding
+
+
+def _score(folded: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """[kv_heads, rows, KEY_TILE] scores in units of log 2."""
+    if softcap is None:
+        return torch.baddbmm(bias, folded, keys.permute(1, 2, 0), alpha=scale * LOG2_E)
+    return torch.bmm(folded, keys.permute(1, 2, 0)).mul_(scale / softcap).tanh_().mul_(softcap * LOG2_E).add_(bias)
+
+
 def _attend(
     out: torch.Tensor,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     table: list[int],
+    first_seen: list[int] | None,
     last_seen: list[int],
     scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """Attention of some query tokens of one row, each of which sees the keys at positions up to its `last_seen`."""
+    """Attention of some query tokens of one row, each of which sees the keys from its `first_seen`, if any, up to its `last_seen`."""
     count, heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     group = heads // kv_heads
+    begin = 0 if first_seen is None else max(min(first_seen), 0) // KEY_TILE * KEY_TILE
     end = min(max(last_seen) + 1, len(table) * block_size)
-    if end <= 0:
+    if end <= begin:
         out.zero_()
         return
-    # The query heads of one kv head become rows of one product. BLAS has other code, and so other rounding, for rows that
-    # do not fill a group of four: zero rows fill it, and a query's result does not depend on how many others there are.
-    rows = count * group
-    padding = -rows % 4
-    folded = query.reshape(count, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows, head_dim).float()
-    if padding:
-        folded = F.pad(folded, (0, 0, 0, padding))
+    folded, padding = _fold(query, kv_heads)
     row_seen = tuple(seen for seen in last_seen for _ in range(group)) + (-1,) * padding
+    row_first = None if first_seen is None else tuple(seen for seen in first_seen for _ in range(group)) + (0,) * padding
     best = total = mixed = torch.empty(0)
-    for start in range(0, end, KEY_TILE):
+    started = sinks is not None
+    if sinks is not None:  # like a key with this score and a value of zeros
+        best = F.pad((sinks.float() * LOG2_E).view(kv_heads, 1, group).expand(-1, count, -1).flatten(1), (0, padding))[:, :, None]
+        total, mixed = torch.ones_like(best), torch.zeros_like(folded)
+    for start in range(begin, end, KEY_TILE):
         width = min(KEY_TILE, end - start)
         blocks = table[start // block_size : (start + width - 1) // block_size + 1]
         offset = start % block_size
         keys = _gather(key_cache, blocks, offset, width)
         values = _gather(value_cache, blocks, offset, width)
-        visible, bias = _visible(row_seen, start, query.device)
+        visible, bias = _visible(row_first, row_seen, start, query.device)
         if -1 in blocks:
             visible, bias = _without_holes(visible, blocks, offset, block_size)
-        score = torch.baddbmm(bias, folded, keys.permute(1, 2, 0), alpha=scale * LOG2_E)
+        score = _score(folded, keys, bias, scale, softcap)
         highest = score.amax(2, keepdim=True)
-        newest = torch.maximum(best, highest) if start else highest
+        newest = torch.maximum(best, highest) if started else highest
         weight = score.sub_(newest).exp2_().mul_(visible)
         tile_total, tile_mixed = weight.sum(2, keepdim=True), torch.bmm(weight, values.transpose(0, 1))
-        if start:
+        if started:
             shrink = best.sub_(newest).exp2_()
             total, mixed = total.mul_(shrink).add_(tile_total), mixed.mul_(shrink).add_(tile_mixed)
         else:
             total, mixed = tile_total, tile_mixed
-        best = newest
+        best, started = newest, True
     mixed /= total.masked_fill_(total == 0, 1)
+    rows = count * group
     out.view(count, kv_heads, group, head_dim).copy_(mixed[:, :rows].reshape(kv_heads, count, group, head_dim).transpose(0, 1))
 
 
@@ -317,15 +398,21 @@ def paged_attention_reference_(
     positions: torch.Tensor,
     scale: float,
     max_query_len: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Specify `paged_attention_` in plain torch."""
-    _check(out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions, max_query_len)
+    arrays = out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions
+    _check(*arrays, max_query_len, sliding_window, softcap, sinks)
     bounds, tables, places = query_start_loc.tolist(), block_tables.tolist(), positions.tolist()
     for row, length in enumerate(seq_lens.tolist()):
         for first in range(bounds[row], bounds[row + 1], QUERY_TILE):
             stop = min(first + QUERY_TILE, bounds[row + 1])
             last_seen = [min(place, length - 1) for place in places[first:stop]]
-            _attend(out[first:stop], query[first:stop], key_cache, value_cache, tables[row], last_seen, scale)
+            first_seen = None if sliding_window is None else [place - sliding_window + 1 for place in places[first:stop]]
+            some = slice(first, stop)
+            _attend(out[some], query[some], key_cache, value_cache, tables[row], first_seen, last_seen, scale, softcap, sinks)
 
 
 paged_attention_ = Op("paged_attention", writes=("out",), triton=_launch_paged_attention, reference=paged_attention_reference_)
@@ -338,15 +425,19 @@ Query heads g * group .. (g + 1) * group - 1 share kv head g.
 Args:
     out: [T, heads, head_dim], contiguous, written; any float dtype.
     query: [T, heads, head_dim]; any float dtype.
-    key_cache, value_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; head_dim at most 256.
+    key_cache, value_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; head_dim at most 512.
     block_tables: [R, N] int32 or int64 block ids, -1 for none.
     seq_lens: [R] keys that a row may see.
     query_start_loc: [R + 1] exclusive prefix sums of query lengths.
     positions: [T] position of each query token in its row.
     scale: factor of the scores, usually head_dim ** -0.5.
     max_query_len: no query of a row may be longer; a host number.
+    sliding_window: if given, the query at position p sees only keys at positions above p - sliding_window.
+    softcap: if given, a score s becomes softcap * tanh(s / softcap).
+    sinks: [heads] if given, scores of a further key in each head, whose value is zeros: it takes its share of the attention
+        of queries that see at least one key. Not scaled, not capped, and in every window.
 
 Raises:
-    ArgumentError: shapes or layouts that do not fit.
-    ArgumentTypeError: index arrays that are not int32 or int64.
+    ArgumentError: shapes, layouts or bounds that do not fit.
+    ArgumentTypeError: index arrays that are not int32 or int64, a window that is no int, a cap that is no number.
 """

@@ -2,6 +2,18 @@
 
 from funcspec.models.base import ForwardBatch, KVEntry, KVSpec, Model
 from funcspec.models.functions import from_logits
+from funcspec.models.huggingface import HuggingFaceModel, huggingface
 from funcspec.models.toy import ChecksumDraft, ChecksumModel, TableModel
 
-__all__ = ["ChecksumDraft", "ChecksumModel", "ForwardBatch", "KVEntry", "KVSpec", "Model", "TableModel", "from_logits"]
+__all__ = [
+    "ChecksumDraft",
+    "ChecksumModel",
+    "ForwardBatch",
+    "HuggingFaceModel",
+    "KVEntry",
+    "KVSpec",
+    "Model",
+    "TableModel",
+    "from_logits",
+    "huggingface",
+]
