@@ -1,5 +1,6 @@
 """Hugging Face transformers on the same weights: plain and assisted generation. Import it only where transformers is installed."""
 
+import inspect
 import time
 
 import torch
@@ -137,7 +138,8 @@ class Generator:
             more["assistant_model"] = self._assistant
         if self._cache is not None:
             self._cache.reset()
-            more["past_key_values"] = self._cache
+            renamed = "cache" in inspect.signature(self._model.forward).parameters  # since transformers 5.24 or so
+            more["cache" if renamed else "past_key_values"] = self._cache
         output = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self._config, streamer=clock, **more)
         return clock.decoded(output[0, len(prompt) :].tolist())
 

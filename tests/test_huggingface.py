@@ -166,7 +166,7 @@ def test_a_cache_of_another_dtype() -> None:
 
 
 def test_the_wrapped_model_is_left_alone() -> None:
-    lm = make("gemma2")
+    lm = make("qwen3")
     lm.train()
     tokens, others = draw(9), {"attention": lm.config._attn_implementation, "config": copy.deepcopy(lm.config.to_dict())}
     names = [type(module).__name__ for module in lm.modules()]

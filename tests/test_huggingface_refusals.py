@@ -115,10 +115,6 @@ UNFIT = {
         lambda: make("recurrent_gemma", num_hidden_layers=3),
         r"(linear_attention'\]|3 layers of attention) in RecurrentGemmaForCausalLM",
     ),
-    "attention of its own": (
-        lambda: make("gptj", rotary_dim=4),
-        r"2 layers of attention in GPTJForCausalLM, got 0 calls of the attention function",
-    ),
     "biases by distance": (lambda: make("bloom"), r"position_ids, got BloomForCausalLM|2 layers of attention in BloomForCausalLM, got 0"),
     "not causal": (lambda: make("bert"), r"causal attention, plain or in a sliding window, got another mask in BertSelfAttention"),
     "chunks": (lambda: make("llama4_text"), r"\['chunked_attention'\] in Llama4ForCausalLM"),
