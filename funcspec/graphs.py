@@ -14,9 +14,9 @@ import torch
 from funcspec.config import SpecConfig
 from funcspec.errors import BackendError, StateError, StepOrderError, refuse
 from funcspec.kernels.acceptance import NOT_FINISHED
-from funcspec.leases import Buffers, Lease
+from funcspec.leases import Buffers, Lease, new_proposals
 from funcspec.pool import Branch
-from funcspec.state import SCORED, SpecState, check_phase, check_state, name_step
+from funcspec.state import ROUND_START, SCORED, SpecState, check_phase, check_state, name_step
 from funcspec.steps import Verdict
 from funcspec.transitions.torch import TorchTransition
 
@@ -78,7 +78,7 @@ class Captured:
             if writes:
                 step.prepare_write(role)
         if step.fields is not self._buffers:
-            self._buffers.copy_(step.fields)
+            self._buffers.copy_(step.fields, {} if self._before == ROUND_START else step.proposals())
             step.fields = self._buffers
         self._graph.replay()
         for role, (writes, guarded) in self._writes.items():
@@ -123,10 +123,10 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
-            step(_twin(state, Buffers.filled(state.config)), *arguments, donate=True, **settings)
+            step(_twin(state, _with_proposals(Buffers.filled(state.config), lease)), *arguments, donate=True, **settings)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    twin = _twin(state, lease.buffers.packed())
+    twin = _twin(state, _with_proposals(lease.buffers.packed(), lease))
     before = _torch_lease(twin, name)
     branches = before.target, before.draft
     try:
@@ -220,6 +220,12 @@ def _twin(state: SpecState, buffers: Buffers) -> SpecState:
     target = Branch(lease.target.pool, rows)
     twin = Lease(buffers, name_step("capture"), target, draft, lease.models, known, lease.phase, None, lease.draft_steps)
     return SpecState(state.config, twin)
+
+
+def _with_proposals(buffers: Buffers, lease: Lease) -> Buffers:
+    """Give buffers the lease's proposals, or new ones, so that recording allocates none."""
+    buffers.proposals = lease.copied_proposals() or new_proposals(lease.config, lease.models)
+    return buffers
 
 
 def _torch_lease(state: SpecState, use: str) -> Lease:

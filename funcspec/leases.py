@@ -25,14 +25,42 @@ from funcspec.state import ARRAY_FIELDS, ROUND_START, field_shape, name_step
 
 ALIGNMENT = 64
 
+PROPOSALS = ("draft_logits", "draft_normalisers", "is_point")
+"""What a ratio rule needs to know of this round's drafts, by name; see `proposal_layout`."""
+
 RowBlockIds = tuple[tuple[int, ...] | None, ...]
 """Ids of the KV blocks of each row, None for a row without any."""
+
+
+def proposal_layout(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, tuple[tuple[int, ...], torch.dtype, float]]:
+    """Shape, dtype and fill of what a state keeps of the distributions its drafts were drawn from; empty for rules that ask for none.
+
+    Logits are float32, which holds those of every model exactly, and lie at target ids: `verify` does not know a drafter's map. A state
+    without a draft model has none, and all its drafts are points.
+    """
+    rows, most = config.max_num_reqs, config.num_speculative_tokens
+    if config.rule.judges_by != "ratio" or most == 0:
+        return {}
+    width = partners["target"].vocab_size if "draft" in partners else 0
+    return {
+        "draft_logits": ((rows, most, width), torch.float32, -float("inf")),
+        "draft_normalisers": ((rows, most, 2), torch.int32, 0),
+        "is_point": ((rows,), torch.int32, 0),
+    }
+
+
+def new_proposals(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, torch.Tensor]:
+    """Allocate them."""
+    layout = proposal_layout(config, partners).items()
+    return {name: torch.full(shape, fill, dtype=dtype, device=config.device) for name, (shape, dtype, fill) in layout}
 
 
 class Buffers:
     """The small buffers of one state: an arena and typed views on it, made when first used.
 
     Attributes:
+        proposals: what this round's drafts were drawn from, by name, if anything; owned by these buffers alone. Too large for the
+            arena, and worth nothing at the start of a round.
         arena: [bytes] uint8, or None while the fields are loose arrays that a caller put in.
         views: the views made so far, by field name.
         holder: the newest lease over these buffers.
@@ -43,6 +71,7 @@ class Buffers:
         self.holder: weakref.ref[Lease] | None = None
         self.arena = arena
         self.views = views or {}
+        self.proposals: dict[str, torch.Tensor] = {}
 
     @staticmethod
     @functools.cache
@@ -104,11 +133,13 @@ class Buffers:
             return False
         return array.untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
 
-    def copy_(self, other: "Buffers") -> None:
-        """Take over the contents of other buffers, both in arenas: one memcpy."""
+    def copy_(self, other: "Buffers", proposals: Mapping[str, torch.Tensor]) -> None:
+        """Take over the contents of other buffers, both in arenas: one memcpy; and these proposals."""
         assert self.arena is not None
         assert other.arena is not None
         self.arena.copy_(other.arena)
+        for name, array in proposals.items():
+            self.proposals[name].copy_(array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +241,7 @@ class Lease:
         # What still lies in the arena is copied: it may be written when the state it belongs to is donated.
         own = {name: array.clone() if self.buffers.holds(array) else array for name, array in arrays.items()}
         loose = Buffers(self.config, None, own)
+        loose.proposals = self.copied_proposals()
         target = dataclasses.replace(self.target, version=STRANGER)
         draft = None if self.draft is None else dataclasses.replace(self.draft, version=STRANGER)
         known = [0] * len(self.known_num_tokens)
@@ -218,11 +250,16 @@ class Lease:
     def forked(self, seeds: torch.Tensor | None) -> "Lease":
         """Return a lease over a copy of the small buffers, which shares all blocks; with new seeds [R, 2] if there are any."""
         buffers = self.buffers.packed()
+        buffers.proposals = self.copied_proposals()
         if seeds is not None:
             buffers.seed.copy_(seeds)
         known = self.known_num_tokens
         name = name_step("fork")
         return Lease(buffers, name, self.target, self.draft, self.models, known, self.phase, self.stamp, self.draft_steps)
+
+    def copied_proposals(self) -> dict[str, torch.Tensor]:
+        """A copy of what this round's drafts were drawn from; nothing at the start of a round."""
+        return {name: array.clone() for name, array in self.proposals().items()}
 
     def any_live(self) -> bool:
         """Whether a row is live; learns the rows' lengths on the way."""
@@ -236,6 +273,10 @@ class Lease:
         branch = self.target if role == "target" else self.draft
         assert branch is not None
         return tuple(None if row is None else row.ids for row in branch.rows)
+
+    def proposals(self) -> Mapping[str, torch.Tensor]:
+        """What this round's drafts were drawn from, to read from."""
+        return {} if self.phase == ROUND_START else self.buffers.proposals
 
     def cache(self, role: str) -> Mapping[str, torch.Tensor]:
         """The role's KV buffers by entry name, to read from."""
@@ -286,7 +327,7 @@ class JaxLease:
     Attributes:
         config: the state's configuration.
         arrays: the fields by name.
-        kv: by role, each entry's `[num_layers, num_blocks, block_size, *shape]`.
+        kv: by role, each entry's `[num_layers, num_blocks, block_size, *shape]`; under a ratio rule also `PROPOSALS`, as "proposals".
         models: the partners by role.
         phase, draft_steps: as in `Lease`.
     """
@@ -314,6 +355,9 @@ class JaxLease:
             }
             for role, partner in partners.items()
         }
+        layout = proposal_layout(config, partners).items()
+        if layout:
+            kv["proposals"] = {name: jnp.full(shape, fill, jax_dtype(dtype)) for name, (shape, dtype, fill) in layout}
         return cls(config, fields, kv, partners)
 
     def check(self, use: str) -> None:
@@ -344,6 +388,10 @@ class JaxLease:
         table = host_copy(self.arrays["block_tables" if role == "target" else "draft_block_tables"])
         return tuple(tuple(row[row >= 0].tolist()) or None for row in table)
 
+    def proposals(self) -> Mapping[str, Any]:
+        """What this round's drafts were drawn from, to read from."""
+        return self.kv.get("proposals", {})
+
     def cache(self, role: str) -> Mapping[str, torch.Tensor]:
         """The role's KV by entry name, to read from."""
         return {name: torch.from_dlpack(array) for name, array in self.kv[role].items()}
@@ -368,4 +416,4 @@ class _JaxStructure:
         return JaxLease(self.config, dict(zip(ARRAY_FIELDS, arrays, strict=True)), kv, dict(self.models), self.phase, self.draft_steps)
 
 
-__all__ = ["Buffers", "JaxLease", "Lease", "Partner", "RowBlockIds", "host_copy"]
+__all__ = ["PROPOSALS", "Buffers", "JaxLease", "Lease", "Partner", "RowBlockIds", "host_copy", "new_proposals", "proposal_layout"]

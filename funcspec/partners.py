@@ -89,4 +89,5 @@ def check_framework(config: SpecConfig, target: Model, draft_model: Model | None
         )
     platform = {"cpu": "cpu", "cuda": "gpu"}[config.device_type]
     if framework == "jax" and jax.default_backend() != platform:
-        refuse("device", f"{platform!r}, where JAX works by default", repr(config.device), "set SpecConfig.device or JAX_PLATFORMS")
+        found = f"{config.device!r} while JAX works on {jax.default_backend()!r} by default"
+        refuse("device", "the device that JAX works on", found, "set SpecConfig.device, or JAX_PLATFORMS before JAX starts")

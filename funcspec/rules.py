@@ -1,28 +1,35 @@
 """Acceptance rules as values. A rule says which tokens a round emits and which random stream the drafter draws from.
 
-Both rules here are *matching* rules: the target chooses its own token at every place, a draft is kept while it equals
+`greedy` and `coupled` are *matching* rules: the target chooses its own token at every place, a draft is kept while it equals
 that choice, and the target's choice is what is emitted. The output is therefore the target's own sample path, whatever
 was drafted. (Daliri, Musco and Suresh 2024, arXiv 2408.07978, for the coupled form.)
+
+`ratio` compares probabilities: a draft is kept with probability min(1, p / q), where p is the target's and q the drafter's, and the
+token after a rejection is drawn from max(p - q, 0). The output has the target's law, but is another sample than plain decoding with the
+same seed gives. (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.)
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from funcspec.noise import TARGET
+from funcspec.noise import DRAFT, TARGET
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A matching acceptance rule.
+    """An acceptance rule.
 
     Attributes:
         name: the rule's name.
         samples: whether temperatures above 0 are allowed.
         draft_stream: the random stream the drafter draws its tokens from.
+        judges_by: "matching" or "ratio", how drafts of rows at temperatures above 0 are judged; others are always matched.
     """
 
     name: str
     samples: bool
     draft_stream: int
+    judges_by: Literal["matching", "ratio"] = "matching"
 
     def __repr__(self) -> str:
         return f"rules.{self.name}"
@@ -35,4 +42,9 @@ coupled = Rule("coupled", samples=True, draft_stream=TARGET)
 """Draft and target draw with the same noise, so that they agree often. Output equals ordinary sampling with the same seed,
 for every drafter and every number of drafts; rows at temperature 0 are greedy."""
 
-__all__ = ["Rule", "coupled", "greedy"]
+ratio = Rule("ratio", samples=True, draft_stream=DRAFT, judges_by="ratio")
+"""Drafts are kept with the highest probability that leaves the target's law as it is. Needs to know what drafts were drawn from: the
+state keeps the draft's logits within a round. Drafts that were just proposed count as certain ones. With no drafts it is plain
+sampling; rows at temperature 0 are greedy."""
+
+__all__ = ["Rule", "coupled", "greedy", "ratio"]

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from funcspec.admission import DEFAULT_CHUNK, free_rows, row_numbers
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, StepOrderError, refuse
-from funcspec.leases import JaxLease, Lease, Partner, host_copy
+from funcspec.leases import PROPOSALS, JaxLease, Lease, Partner, host_copy
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, check_partner, framework_of, partner_model
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_phase, check_state
@@ -46,6 +46,7 @@ class Snapshot:
         fields: every small buffer but the block tables, as NumPy arrays.
         caches: the models' KV by role.
         framework: "torch" or "jax", what the state was of; no part of the value.
+        proposals: what the round's drafts were drawn from, by the names in `funcspec.leases.PROPOSALS`; empty where no rule asks.
     """
 
     config: SpecConfig
@@ -54,6 +55,7 @@ class Snapshot:
     fields: dict[str, np.ndarray]
     caches: dict[str, Cache]
     framework: str
+    proposals: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -61,6 +63,8 @@ class Snapshot:
         hashed = hashlib.sha256(repr((self.config, self.phase, self.draft_steps)).encode())
         for name in sorted(self.fields):
             hashed.update(name.encode() + self.fields[name].tobytes())
+        for name in sorted(self.proposals):
+            hashed.update(name.encode() + self.proposals[name].tobytes())
         for role in sorted(self.caches):
             cache = self.caches[role]
             hashed.update(repr((role, cache.partner, cache.lengths, cache.rows is None)).encode())
@@ -118,7 +122,7 @@ def snapshot(state: SpecState, *, kv: bool = True, rows: Sequence[int] | None = 
         limit = lease.models["draft"].max_len
         lengths["draft"] = np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), limit)
     caches = {role: _copy_cache(lease, role, chosen, lengths[role].tolist(), kv) for role in lease.models}
-    return Snapshot(config, lease.phase, lease.draft_steps, fields, caches, lease.framework)
+    return Snapshot(config, lease.phase, lease.draft_steps, fields, caches, lease.framework, _copy_proposals(lease, chosen, fields))
 
 
 def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | None = None, *, framework: str | None = None) -> SpecState:
@@ -152,6 +156,8 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
         step.advance("draft")  # a state in mid-round relies on places past its committed length
     values = {name: array.copy() for name, array in snapshot.fields.items()}
     step.put_rows(range(snapshot.config.max_num_reqs), values, blocks)
+    if snapshot.proposals:
+        step.put_proposals(**{name: array.copy() for name, array in snapshot.proposals.items()})
     return step.close(snapshot.phase, draft_steps=snapshot.draft_steps)
 
 
@@ -228,6 +234,22 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
                 f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore."
             )
     return wanted
+
+
+def _copy_proposals(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What drafts were drawn from, where that counts; everything else at its fill, so that equal futures are equal values."""
+    made = fields["num_drafted"]
+    if not made.any() or not lease.proposals():
+        return {}
+    logits, totals, points = (host_copy(lease.proposals()[name])[chosen] for name in PROPOSALS)
+    judged = (fields["temperature"] > 0) & (made > 0)
+    points = ((points != 0) & judged).astype(np.int32)
+    counts = (np.arange(totals.shape[1]) < made[:, None]) & (judged & (points == 0))[:, None]
+    logits = np.where(counts[:, :, None], logits, np.float32(-np.inf))
+    found: dict[str, np.ndarray] = dict(zip(PROPOSALS, (logits, np.where(counts[:, :, None], totals, 0), points), strict=True))
+    for values in found.values():
+        values.flags.writeable = False
+    return found
 
 
 def _copy_cache(lease: Lease | JaxLease, role: str, chosen: list[int], lengths: list[int], kv: bool) -> Cache:

@@ -18,7 +18,7 @@ from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, FileError, FuncspecError, refuse
 from funcspec.kernels.acceptance import AT_LENGTH
-from funcspec.leases import Partner
+from funcspec.leases import Partner, proposal_layout
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, partner_of
 from funcspec.snapshots import Cache, Snapshot, restore, snapshot
@@ -52,6 +52,7 @@ def save(state: SpecState | Snapshot, path: str | os.PathLike[str], *, kv: bool 
     """
     taken = state if isinstance(state, Snapshot) else snapshot(state, kv=kv)
     arrays = {f"fields.{name}": np.ascontiguousarray(values) for name, values in taken.fields.items()}
+    arrays |= {f"proposals.{name}": np.ascontiguousarray(values) for name, values in taken.proposals.items()}
     for role, cache in taken.caches.items():
         for index, row in enumerate(cache.rows or ()):
             arrays |= {f"kv.{role}.{index}.{name}": values for name, values in row.items()}
@@ -142,11 +143,12 @@ def _read(file: Any, partners: dict[str, Partner], wanted: SpecConfig | None) ->
     caches = {role: _cache(file, role, header["caches"][role], partner, config) for role, partner in partners.items()}
     if any(live and count is None for live, count in zip(fields["is_live"].tolist(), caches["target"].num_blocks, strict=True)):
         _damaged("blocks for every live row", str(caches["target"].num_blocks)[:120])
-    names = {f"fields.{name}" for name in SAVED_FIELDS}
+    proposals = _proposals(file, partners, config)
+    names = {f"fields.{name}" for name in SAVED_FIELDS} | {f"proposals.{name}" for name in proposals}
     names |= {f"kv.{role}.{i}.{n}" for role, cache in caches.items() for i, row in enumerate(cache.rows or ()) for n in row}
     if set(file.keys()) != names:
         _damaged(f"{len(names)} arrays", f"also or without {sorted(set(file.keys()) ^ names)[:3]}")
-    taken = Snapshot(config, phase, steps, fields, caches, header["framework"])
+    taken = Snapshot(config, phase, steps, fields, caches, header["framework"], proposals)
     if _digest(taken) != header["digest"]:
         _damaged(f"contents of digest {str(header['digest'])[:12]}", _digest(taken)[:12])
     return taken
@@ -186,6 +188,20 @@ def _field(file: Any, name: str, config: SpecConfig) -> np.ndarray:
     values = _array(file, f"fields.{name}", field_shape(config, name), wanted)
     values.flags.writeable = False
     return values
+
+
+def _proposals(file: Any, partners: dict[str, Partner], config: SpecConfig) -> dict[str, np.ndarray]:
+    """What drafts were drawn from, if the file has it."""
+    layout = proposal_layout(config, partners)
+    if not any(f"proposals.{name}" in file.keys() for name in layout):  # noqa: SIM118
+        return {}
+    found = {}
+    for name, (shape, dtype, _) in layout.items():
+        found[name] = _array(file, f"proposals.{name}", shape, np.dtype(str(dtype).removeprefix("torch.")))
+        found[name].flags.writeable = False
+    if (found["draft_normalisers"][:, :, 1] < 0).any() or not np.isin(found["is_point"], (0, 1)).all():
+        _damaged("normalisers of at least 0, and flags", "others")
+    return found
 
 
 def _array(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

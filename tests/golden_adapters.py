@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from funcspec import exact
 from funcspec.constants import NO_TOKEN
 from funcspec.kernels.acceptance import accept_matching_
 from funcspec.kernels.next_tokens import prepare_next_token_padded_
 from funcspec.kernels.op import next_power_of_2
 from funcspec.kernels.prefill_inputs import prepare_prefill_inputs_
+from funcspec.kernels.ratio import judge_drafts_
 from funcspec.kernels.sample_indices import prepare_inputs_padded_
 from funcspec.kernels.step_metadata import step_slot_mapping_metadata_
 from funcspec.noise import DRAFT
@@ -230,8 +232,94 @@ def rejection_greedy_sample(case: Case) -> None:
     np.testing.assert_array_equal(emitted, expected)
 
 
+def kept_drafts(
+    case: Case, drafts: list[np.ndarray], target: list[np.ndarray], drawn: list[np.ndarray] | None, uniforms: list[np.ndarray], width: int
+) -> list[int]:
+    """Run the ratio test with given uniforms at temperature 1; how many drafts of each row are kept. Logits are given as scores."""
+    rows, vocabulary = len(drafts), target[0].shape[1]
+    logits = np.zeros((rows, width, vocabulary), np.float32)
+    draft_logits = np.zeros((rows, width - 1, vocabulary if drawn is not None else 0), np.float32)
+    normalisers = np.zeros((rows, width - 1, 2), np.int32)
+    coins = np.zeros((rows, width), np.int64)
+    tokens = np.full((rows, width + 1), NO_TOKEN, np.int32)
+    for row, row_drafts in enumerate(drafts):
+        count = len(row_drafts)
+        tokens[row, 1 : 1 + count] = row_drafts
+        logits[row, :count] = target[row][:count]
+        coins[row, :count] = np.floor(uniforms[row][:count].astype(np.float64) * 2**32)
+        if drawn is not None and count:
+            draft_logits[row, :count, : drawn[row].shape[1]] = drawn[row][:count]
+            normalisers[row, :count] = exact.normalisers(draft_logits[row, :count])
+    counts = np.array([len(row_drafts) for row_drafts in drafts], np.int32)
+    verdicts = case.place(np.full(rows * width, POISON, np.int32))
+    judge_drafts_(
+        logits=case.place(logits.reshape(rows * width, vocabulary)),
+        positions=case.place(np.zeros(rows * width, np.int32)),
+        temperature=case.place(np.ones(rows, np.float32)),
+        seed=case.place(np.zeros((rows, 2), np.int32)),
+        tokens=case.place(tokens),
+        num_tokens=case.place(np.ones(rows, np.int32)),
+        num_draft=case.place(counts),
+        num_drafted=case.place(counts),
+        is_live=case.place(np.ones(rows, np.int32)),
+        is_point=case.place(np.full(rows, drawn is None, np.int32)),
+        draft_logits=case.place(draft_logits),
+        draft_normalisers=case.place(normalisers),
+        coins=case.place(coins.reshape(-1).astype(np.uint32).view(np.int32)),
+        out_verdicts=verdicts,
+        out_indices=torch.empty_like(verdicts),
+        out_bad=torch.empty_like(verdicts),
+        out_normalisers=verdicts.new_empty(rows * width, 2),
+        scratch=verdicts.new_empty(rows * width, -(-vocabulary // 1024), 4),
+        backend=case.backend,
+    )
+    return [row.index(next(code for code in row if code != exact.ACCEPTED)) for row in verdicts.view(rows, width).tolist()]
+
+
+def log_probabilities(probabilities: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities.astype(np.float64)).astype(np.float32)
+
+
+def rejection_random_sample(case: Case) -> None:
+    """Sampled rows; the token after a rejection is an input of the reference."""
+    ends, width = case.inputs["cu_num_draft_tokens"], case.number("max_spec_len") + 1
+    spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    sampled = [row for row in range(len(ends)) if not case.inputs["is_greedy"][row]]
+    target, proposed = log_probabilities(case.inputs["target_probs"]), case.inputs.get("draft_probs")
+    drawn = None if proposed is None else [log_probabilities(proposed)[spans[row]] for row in sampled]
+    drafts = [case.inputs["draft_token_ids"][spans[row]] for row in sampled]
+    uniforms = [case.inputs["uniform_probs"][spans[row]] for row in sampled]
+    found = np.full_like(case.outputs["output_token_ids"], NO_TOKEN)
+    if sampled and width > 1:
+        kept = kept_drafts(case, drafts, [target[spans[row]] for row in sampled], drawn, uniforms, width)
+    else:
+        kept = [0] * len(sampled)
+    for row, row_drafts, count in zip(sampled, drafts, kept, strict=True):
+        last = case.inputs["recovered_token_ids"][spans[row]][count] if count < len(row_drafts) else case.inputs["bonus_token_ids"][row, 0]
+        found[row, : count + 1] = [*row_drafts[:count], last]
+    expected = np.where(case.written["output_token_ids"], case.outputs["output_token_ids"], NO_TOKEN)
+    np.testing.assert_array_equal(found, expected)
+
+
+def sample_recovered_tokens(case: Case) -> None:
+    """The residual's weights, drawn in the reference's own way: the largest of weight times a given number."""
+    ends = case.inputs["cu_num_draft_tokens"]
+    heat = np.ones((1, 1), np.float32)
+    for row, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        for place in range(begin, end):
+            scores = exact.sane_scores(log_probabilities(case.inputs["target_probs"][place : place + 1]), heat)
+            p = exact.probabilities(scores, exact.normalisers(scores))[0]
+            if "draft_probs" in case.inputs:
+                drawn = exact.sane_scores(log_probabilities(case.inputs["draft_probs"][place : place + 1]), heat)
+                weights = exact.residual(p, exact.probabilities(drawn, exact.normalisers(drawn))[0], NO_TOKEN)
+            else:
+                weights = exact.residual(p, np.zeros_like(p), int(case.inputs["draft_token_ids"][place]))
+            assert int((weights * case.inputs["inv_q"][row]).argmax()) == case.outputs["recovered_token_ids"][place]
+
+
 def rejection_sample(case: Case) -> None:
-    """Greedy rows only."""
+    """Greedy rows, and how many drafts of sampled ones are kept by the ratio test."""
     greedy = case.inputs["temperature"][case.inputs["idx_mapping"]] == 0
     starts = case.inputs["cu_num_logits"]
     spans = list(pairwise(starts))
@@ -241,14 +329,39 @@ def rejection_sample(case: Case) -> None:
     expected = np.where(case.written["sampled"], case.outputs["sampled"], NO_TOKEN)
     np.testing.assert_array_equal(emitted[greedy], expected[greedy])
     np.testing.assert_array_equal(emitted[~greedy], NO_TOKEN)
+    sampled = np.flatnonzero(~greedy).tolist()
+    if not sampled or case.inputs["use_block_verification"]:
+        return
+    states = case.inputs["idx_mapping"]
+    drawn = None
+    if "draft_logits" in case.inputs:
+        temperature = case.inputs["temperature"][states][:, None, None]
+        drawn = [case.inputs["draft_logits"][states[row]] / temperature[row] for row in sampled]
+        width = case.inputs["target_logits"].shape[1]
+        drawn = [np.pad(part, ((0, 0), (0, max(width - part.shape[1], 0))), constant_values=-np.inf)[:, :width] for part in drawn]
+    scores = [case.inputs["target_logits"][begin:end] for begin, end in spans]
+    uniforms = [case.inputs["accept_uniform"][begin:end] for begin, end in spans]
+    picked = ([part[row] for row in sampled] for part in (drafts, scores))
+    kept = kept_drafts(case, *picked, drawn, [uniforms[row] for row in sampled], case.number("num_speculative_steps") + 1)
+    np.testing.assert_array_equal(np.array(kept) + 1, case.outputs["num_sampled"][sampled])
 
 
 def is_greedy_gumbel(tags: frozenset[str], inputs: Callable[[str], np.ndarray]) -> bool:
     return "greedy" in tags
 
 
-def has_greedy_row(tags: frozenset[str], inputs: Callable[[str], np.ndarray]) -> bool:
-    return "synthetic" not in tags and bool((inputs("temperature")[inputs("idx_mapping")] == 0).any())
+def has_greedy_row_or_ratios(tags: frozenset[str], inputs: Callable[[str], np.ndarray]) -> bool:
+    greedy = bool((inputs("temperature")[inputs("idx_mapping")] == 0).any())
+    return "synthetic" not in tags and (greedy or "block" not in tags)
+
+
+def draws_what_it_could(tags: frozenset[str], inputs: Callable[[str], np.ndarray]) -> bool:
+    """Whether no draft has a probability of 0 in its own row; the reference rejects such drafts, here they are points."""
+    if "synthetic" in tags:
+        return False
+    drafts = inputs("draft_token_ids")
+    real = drafts >= 0
+    return "no_draft_probs" in tags or bool((inputs("draft_probs")[np.arange(len(drafts))[real], drafts[real]] > 0).all())
 
 
 def is_not_synthetic(tags: frozenset[str], inputs: Callable[[str], np.ndarray]) -> bool:
@@ -277,7 +390,9 @@ ADAPTERS: dict[str, Adapter] = {
     "eagle_prepare_next_token_padded": Adapter(eagle_prepare_next_token_padded),
     "next_power_of_2": Adapter(power_of_2, is_host=True),
     "rejection_greedy_sample": Adapter(rejection_greedy_sample, covers=is_not_synthetic),
-    "rejection_sample": Adapter(rejection_sample, covers=has_greedy_row),
+    "rejection_random_sample": Adapter(rejection_random_sample, covers=draws_what_it_could),
+    "sample_recovered_tokens": Adapter(sample_recovered_tokens, is_host=True),
+    "rejection_sample": Adapter(rejection_sample, covers=has_greedy_row_or_ratios),
 }
 if choose_tokens_ is not None:
     ADAPTERS["gumbel_sample"] = Adapter(gumbel_sample, covers=is_greedy_gumbel)
@@ -285,7 +400,7 @@ if choose_tokens_ is not None:
 NOT_COVERED = {
     "gumbel_sample": "only greedy cases: the reference draws its noise from another stream",
     "rejection_greedy_sample": "no rule accepts at given rates yet",
-    "rejection_sample": "only greedy rows: no rule takes the uniforms of the archive yet",
-    "rejection_random_sample": "no rule takes the uniforms of the archive yet",
+    "rejection_sample": "only greedy and ratio rows: no rule verifies blocks or accepts at given rates yet",
+    "rejection_random_sample": "no rule accepts at given rates yet; drafts that their own row excludes are points here, not rejected",
 }
 """Why the remaining cases of an archive are skipped."""

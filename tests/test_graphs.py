@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import pytest
 import torch
 from oracle import config, output, run
@@ -97,8 +98,9 @@ def test_reading_late_without_live_rows_ends_at_once() -> None:
     target = ChecksumModel()
     empty = fs.init(config(drafts=0), target)
     assert tokens_read_late(lambda state: fs.verify(state, target), empty)[1] == 1
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     with pytest.raises(BackendError, match="state: expected a state of torch"):
-        next(graphs.one_round_late(fs.verify, fs.init(config(), jax_model(target))))  # type: ignore[arg-type]
+        next(graphs.one_round_late(fs.verify, fs.init(config(device=device), jax_model(target))))  # type: ignore[arg-type]
 
 
 @gpu

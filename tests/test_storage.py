@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import checksum_greedy, config, pair
+from oracle import checksum_greedy, config
 from safetensors.numpy import load_file, save_file
 
 import funcspec as fs
@@ -20,18 +20,23 @@ from funcspec.models import ChecksumDraft, ChecksumModel
 PROMPTS = [[5, 6, 7], [1]]
 
 
-@pytest.fixture
-def started() -> tuple[fs.SpecState, Any, Any]:
-    target, drafter = pair()
-    settings = config(rows=3, rule=fs.rules.coupled)
+def start(rule: fs.rules.Rule) -> tuple[fs.SpecState, Any, Any]:
+    target, drafter = ChecksumModel(spread=True), fs.drafters.standalone(ChecksumDraft(spread=True))
+    settings = config(rows=3, rule=rule)
     state, _ = fs.admit(fs.init(settings, target, drafter), target, drafter, PROMPTS, seeds=[1, -2], temperature=[0.0, 0.8])
     return fs.step_round(state, target, drafter)[0], target, drafter
 
 
+@pytest.fixture
+def started() -> tuple[fs.SpecState, Any, Any]:
+    return start(fs.rules.coupled)
+
+
+@pytest.mark.parametrize("rule", [fs.rules.coupled, fs.rules.ratio], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kv", [True, False], ids=["with KV", "without KV"])
 @pytest.mark.parametrize("phase", ["round start", "drafting"])
-def test_a_loaded_state_goes_on_exactly(started: tuple[fs.SpecState, Any, Any], tmp_path: Path, phase: str, kv: bool) -> None:
-    state, target, drafter = started
+def test_a_loaded_state_goes_on_exactly(tmp_path: Path, phase: str, kv: bool, rule: fs.rules.Rule) -> None:
+    state, target, drafter = start(rule)
     if phase == "drafting":
         state, _ = fs.prefill(state, drafter)
     fs.save(state, tmp_path / "state.safetensors", kv=kv)

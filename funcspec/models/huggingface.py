@@ -232,10 +232,14 @@ def _twin(lm: Any) -> Any:
     # Tensors that modules keep as plain attributes are not theirs to list, and as little to be copied.
     shared |= {id(kept): kept for module in lm.modules() for kept in vars(module).values() if isinstance(kept, torch.Tensor)}
     try:
-        return copy.deepcopy(lm, shared).eval()
+        twin = copy.deepcopy(lm, shared).eval()
     except Exception as error:
         found = f"{type(error).__name__} when {type(lm).__name__} was copied: {first_line(error)}"
         refuse("lm", "modules that can be copied", found, "pass the model as it was loaded", ModelError)
+    for module in twin.modules():
+        if getattr(getattr(module, "config", None), "pad_token_id", None) is not None:
+            module.config.pad_token_id = None  # some models look for padding in every pass, and wait for the GPU to see it
+    return twin
 
 
 def _set_attention(twin: Any, transformers: Any, name: str) -> None:

@@ -16,45 +16,19 @@ from funcspec.config import SpecConfig
 from funcspec.errors import StepOrderError, refuse
 from funcspec.kernels.acceptance import accept_matching_
 from funcspec.kernels.append_drafts import append_drafts_
-from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
+from funcspec.kernels.choose_tokens import choose_tokens_
+from funcspec.kernels.normalisers import keep_proposals_
 from funcspec.kernels.op import Op
+from funcspec.kernels.ratio import judge_drafts_
+from funcspec.kernels.recovery import recover_tokens_
 from funcspec.kernels.window_inputs import DRAFTED, FEED, VERIFY, window_inputs_
 from funcspec.models.base import Array, ForwardBatch, Model
-from funcspec.noise import TARGET
+from funcspec.noise import DRAFT, TARGET
 from funcspec.state import SpecState
-
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of buffers by the name of the argument they are passed as."""
+from funcspec.transitions.shapes import Shapes, choice_shapes, judging_shapes, recovery_shapes, summing_shapes, window_shapes
 
 Kind = Literal["an int32", "a float"]
 """Elements of an array that a caller passes; floats are float32, bfloat16 or float16."""
-
-
-def window_shapes(rows: int, width: int) -> Shapes:
-    """Outputs of `window_inputs_`."""
-    places = ("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows")
-    by_row = ("out_seq_lens", "out_last_token_indices")
-    return {**dict.fromkeys(places, ((rows * width,), torch.int32)), **dict.fromkeys(by_row, ((rows,), torch.int32))}
-
-
-def choice_shapes(count: int, vocab_size: int) -> Shapes:
-    """Outputs and workspace of `choose_tokens_`."""
-    partials = (count, choose_tokens_partials(vocab_size))
-    return {
-        "out_tokens": ((count,), torch.int32),
-        "out_bad": ((count,), torch.int32),
-        "scratch_scores": (partials, torch.float32),
-        "scratch_tokens": (partials, torch.int32),
-        "scratch_bad": (partials, torch.int32),
-    }
-
-
-def in_blocks(tokens: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
-    """Values of a row's first tokens [num_layers, length, *shape] as they lie in blocks, zeros behind them."""
-    num_layers, length, *shape = tokens.shape
-    padded = tokens.new_zeros(num_layers, num_blocks * block_size, *shape)
-    padded[:, :length] = tokens
-    return padded.view(num_layers, num_blocks, block_size, *shape)
 
 
 @dataclass(frozen=True)
@@ -78,6 +52,7 @@ class Transition(ABC):
         name: the step's name, numbered, for messages.
         fields: the small buffers, as attributes by name; read and, after the last forward, written through `run`.
         phase, stamp, draft_steps: where in a round the input state is.
+        proposes_points: whether all drafts of the step's drafter are just proposed, whatever they were drawn from.
     """
 
     config: SpecConfig
@@ -86,6 +61,7 @@ class Transition(ABC):
     phase: str
     stamp: object
     draft_steps: int
+    proposes_points: bool = False
     _drafts: Array | None = None
 
     def window(self, role: str, kind: int, width: int, *, limit: int, all_logits: bool = False) -> Window:
@@ -133,10 +109,13 @@ class Transition(ABC):
         window: Window,
         *,
         stream: int,
-        nonce_length: Array | None = None,
+        logits_indices: Array | None = None,
         token_ids: Array | None = None,
     ) -> tuple[Array, Array]:
         """Choose a token from each row of logits [M, V]: arg-max at temperature 0, else drawn with the row's exact noise.
+
+        Noise of DRAFT differs from round to round. `logits_indices` [M] int32 may say which place of the window each row of logits is of,
+        -1 to choose none; `token_ids` [V] int32 which target ids the columns are.
 
         Returns:
             tokens [M] int32 in target ids, and [M] int32: 1 where logits were not finite or nothing was allowed.
@@ -144,13 +123,13 @@ class Transition(ABC):
         out = self.run(
             choose_tokens_,
             logits=logits,
-            logits_indices=window.batch.logits_indices,
+            logits_indices=window.batch.logits_indices if logits_indices is None else logits_indices,
             token_rows=window.token_rows,
             positions=window.batch.positions,
             temperature=self.fields.temperature,
             seed=self.fields.seed,
             stream=stream,
-            nonce_length=nonce_length,
+            nonce_length=self.fields.num_tokens if stream == DRAFT else None,
             token_ids=token_ids,
             **self.scratch(role, choice_shapes, *logits.shape),
         )
@@ -175,6 +154,7 @@ class Transition(ABC):
         window = self.window("draft", FEED if first else DRAFTED, width, limit=model.max_len)
         logits = self.forward("draft", model, window.batch, config.max_num_reqs)
         chosen, _ = self.choose("draft", logits, window, stream=config.rule.draft_stream, token_ids=token_ids)
+        self._keep_proposals(logits, chosen, first=first, token_ids=token_ids)
         self._append(chosen, first=first, wanted=wanted, draft_limit=min(model.max_len, config.max_model_len))
         self.advance("draft")
 
@@ -192,9 +172,38 @@ class Transition(ABC):
 
         Args:
             drafts: [R, K] int32, this round's drafts, -1 where there is none; not used by anyone else.
-            points: [R] int32, not 0 for rows whose drafts were just proposed, not drawn from a distribution.
+            points: [R] int32, not 0 for rows whose drafts were just proposed, not drawn from a distribution. It holds for all
+                drafts of the round so far, and for those to come until this function or `draft_once` at step 0 is called again.
         """
         self._drafts = drafts
+        if self._judges_ratios:
+            self.put_proposals(is_point=points)
+
+    @property
+    def _judges_ratios(self) -> bool:
+        return self.config.rule.judges_by == "ratio" and self.config.num_speculative_tokens > 0
+
+    def _keep_proposals(self, logits: Array, chosen: Array, *, first: bool, token_ids: Array | None) -> None:
+        """Keep what the drafts were drawn from, if the rule asks for it."""
+        if not self._judges_ratios:
+            return
+        fields = self.fields
+        if self.proposes_points:
+            if first:
+                self.put_proposals(is_point=self.constant(1))
+            return
+        self.run(
+            keep_proposals_,
+            first=first,
+            logits=logits,
+            chosen=chosen,
+            temperature=fields.temperature,
+            num_draft=fields.num_draft,
+            num_drafted=fields.num_drafted,
+            token_ids=token_ids,
+            **self.proposals(write=True),
+            **self.scratch("draft", summing_shapes, *logits.shape),
+        )
 
     def _append(self, chosen: Array, *, first: bool, wanted: Array, draft_limit: int) -> None:
         fields, config = self.fields, self.config
@@ -230,12 +239,16 @@ class Transition(ABC):
         return self.window("target", VERIFY, width, limit=self.config.max_model_len, all_logits=True)
 
     def accept(self, window: Window, logits: Array) -> dict[str, Array]:
-        """Choose the target's tokens, match the drafts with them, trim, commit: the rest of `verify` after the forward.
+        """Choose the round's tokens, match the drafts with them, trim, commit: the rest of `verify` after the forward.
 
         Returns:
             the fields of a verdict by name.
         """
-        chosen, bad = self.choose("target", logits, window, stream=TARGET)
+        proposals = self.proposals() if self._judges_ratios else {}
+        if proposals:
+            chosen, bad = self._judge(window, logits, proposals)
+        else:
+            chosen, bad = self.choose("target", logits, window, stream=TARGET)
         fields, rows, width = self.fields, self.config.max_num_reqs, self.config.num_speculative_tokens + 1
         places, counts = ("out_tokens", "out_origin"), ("out_num_accepted", "out_num_emitted", "out_num_drafted", "out_bad_row")
         out = self.run(
@@ -257,6 +270,40 @@ class Transition(ABC):
         verdict = {name.removeprefix("out_"): out[name] for name in places + counts}
         return verdict | {"finish_reason": self.copied(self.fields.finish_reason)}
 
+    def _judge(self, window: Window, logits: Array, proposals: Mapping[str, Array]) -> tuple[Array, Array]:
+        """Judge the drafts by ratios; the tokens of the round and their flags, as `choose` gives them."""
+        fields, rows, width = self.fields, self.config.max_num_reqs, self.config.num_speculative_tokens + 1
+        shared: dict[str, Any] = {
+            "logits": logits,
+            "positions": window.batch.positions,
+            "temperature": fields.temperature,
+            "seed": fields.seed,
+            "tokens": fields.tokens,
+            "num_tokens": fields.num_tokens,
+            **proposals,
+        }
+        judged = self.run(
+            judge_drafts_,
+            **shared,
+            num_draft=fields.num_draft,
+            num_drafted=fields.num_drafted,
+            is_live=fields.is_live,
+            coins=None,
+            **self.scratch("target", judging_shapes, *logits.shape),
+        )
+        chosen, bad = self.choose("target", logits, window, stream=TARGET, logits_indices=judged["out_indices"])
+        out = self.run(
+            recover_tokens_,
+            **shared,
+            verdicts=judged["out_verdicts"],
+            judged_bad=judged["out_bad"],
+            normalisers=judged["out_normalisers"],
+            chosen=chosen,
+            chosen_bad=bad,
+            **self.scratch("target", recovery_shapes, rows, width, logits.shape[1]),
+        )
+        return out["out_chosen"], out["out_bad"]
+
     def wanted(self, num_draft: object) -> Array:
         """Turn the number of drafts a caller asks for into [R] int32 on the device.
 
@@ -271,12 +318,8 @@ class Transition(ABC):
         if not isinstance(counts, Sequence) or len(counts) != rows:
             refuse("num_draft", f"an int or {rows} ints", repr(num_draft), "give one number, or one for each row")
         if any(not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most for count in counts):
-            refuse(
-                "num_draft",
-                f"numbers from 0 to num_speculative_tokens = {most}",
-                repr(num_draft),
-                "draft fewer or raise the configuration's K",
-            )
+            allowed = f"numbers from 0 to num_speculative_tokens = {most}"
+            refuse("num_draft", allowed, repr(num_draft), "draft fewer or raise the configuration's K")
         return self.constant(counts[0]) if len(set(counts)) == 1 else self.vector(counts)
 
     def table(self, role: str) -> Array:
@@ -289,6 +332,8 @@ class Transition(ABC):
     def run(self, op: Op, **arguments: Any) -> Mapping[str, Any]:
         """Run an operation. A written argument that is named like a field is that field, and is from now on what was written.
 
+        The same holds for what `proposals` returns.
+
         Returns:
             the arguments by name, as they are after the operation.
         """
@@ -300,6 +345,18 @@ class Transition(ABC):
     @abstractmethod
     def records(self, **shapes: tuple[int, ...]) -> Mapping[str, Array]:
         """New int32 buffers for an info record, which no later step touches."""
+
+    @abstractmethod
+    def proposals(self, *, write: bool = False) -> Mapping[str, Array]:
+        """What this round's drafts were drawn from, by the names in `funcspec.leases.PROPOSALS`.
+
+        Args:
+            write: whether they will be written. To read them, the result may be empty: nothing was drafted.
+        """
+
+    @abstractmethod
+    def put_proposals(self, **values: Array) -> None:
+        """Replace some of the proposals by arrays of their shapes and dtypes, of the framework or on the host."""
 
     @abstractmethod
     def copied(self, array: Array) -> Array:
@@ -386,4 +443,4 @@ class Transition(ABC):
         """
 
 
-__all__ = ["Kind", "Shapes", "Transition", "Window", "choice_shapes", "in_blocks", "window_shapes"]
+__all__ = ["Kind", "Transition", "Window"]

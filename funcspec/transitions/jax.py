@@ -17,11 +17,12 @@ from funcspec.constants import PAD_SLOT
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.interop import jax_dtype, lift
 from funcspec.kernels.op import Op, next_power_of_2
-from funcspec.leases import JaxLease, host_copy
+from funcspec.leases import PROPOSALS, JaxLease, host_copy
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import refuse_reservation
 from funcspec.state import ARRAY_FIELDS, SpecState, field_shape, name_step
-from funcspec.transitions.base import Kind, Shapes, Transition, in_blocks
+from funcspec.transitions.base import Kind, Transition
+from funcspec.transitions.shapes import Shapes, in_blocks
 
 LOGITS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -33,7 +34,7 @@ class JaxTransition(Transition):
     """A step on a state of JAX.
 
     Attributes:
-        kv: by role, the KV as it is now.
+        kv: by role, the KV as it is now; under a ratio rule also the proposals.
     """
 
     fields: SimpleNamespace
@@ -55,7 +56,17 @@ class JaxTransition(Transition):
         for name in op.writes:
             if name in ARRAY_FIELDS:
                 setattr(self.fields, name, out[name])
+        self.put_proposals(**{name: out[name] for name in op.writes if name in PROPOSALS})
         return out
+
+    def proposals(self, *, write: bool = False) -> Mapping[str, jax.Array]:
+        """They are part of every state under a ratio rule."""
+        return self.kv.get("proposals", {})
+
+    def put_proposals(self, **values: Any) -> None:
+        """Replace them."""
+        if values:
+            self.kv["proposals"] = {**self.kv["proposals"], **{name: jnp.asarray(value) for name, value in values.items()}}
 
     def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, Any]:
         """Shapes only: the operation makes new arrays."""

@@ -14,11 +14,12 @@ from funcspec.constants import NO_TOKEN
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.kernels.kv_cache import copy_blocks_
 from funcspec.kernels.op import Op
-from funcspec.leases import Buffers, Lease
+from funcspec.leases import Buffers, Lease, new_proposals
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import STRANGER, BlockCopies, Branch, Pool, RowBlocks
 from funcspec.state import ARRAY_FIELDS, ROUND_START, SpecState, name_step
-from funcspec.transitions.base import Kind, Shapes, Transition, in_blocks
+from funcspec.transitions.base import Kind, Transition
+from funcspec.transitions.shapes import Shapes, in_blocks
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOTHING_TO_WRITE = 2**31 - 1
@@ -70,6 +71,26 @@ class TorchTransition(Transition):
             buffers = torch.empty((len(names), *shape), dtype=torch.int32, device=self.config.device).unbind()
             made.update(zip(names, buffers, strict=True))
         return made
+
+    def proposals(self, *, write: bool = False) -> Mapping[str, torch.Tensor]:
+        """The input's, to read; to write, those of the new state, taken over from a donated input, else copied or new."""
+        if not write:
+            return self.fields.proposals or self._lease.proposals()
+        if not self.fields.proposals:
+            self._inherit_proposals()
+            self.fields.proposals = self.fields.proposals or new_proposals(self.config, self._lease.models)
+        return self.fields.proposals
+
+    def put_proposals(self, **values: Any) -> None:
+        """Copy into those of the new state."""
+        own = self.proposals(write=True)
+        for name, value in values.items():
+            own[name].copy_(torch.as_tensor(value))
+
+    def _inherit_proposals(self) -> None:
+        """Give the new state the input's proposals: the very same if it is donated, else a copy of what counts."""
+        if not self.fields.proposals:
+            self.fields.proposals = self._lease.buffers.proposals if self._donate else self._lease.copied_proposals()
 
     def copied(self, array: torch.Tensor) -> torch.Tensor:
         """A copy."""
@@ -146,6 +167,8 @@ class TorchTransition(Transition):
         """Make the new state; a donated input dies here."""
         if phase == ROUND_START and self.draft is not None:
             self.draft = self.draft.release_guard()
+        if self._donate or phase != ROUND_START:
+            self._inherit_proposals()
         lease = self._lease
         new = Lease(self.fields, self.name, self.target, self.draft, lease.models, self.known_num_tokens, phase, stamp, draft_steps)
         if self._donate:

@@ -347,6 +347,8 @@ def test_refuses_what_does_not_fit(backend: Any, kernel_device: str, name: str, 
         "positions": torch.zeros(2, dtype=torch.int32),
     } | {name: value}
     moved = {key: item.to(kernel_device) if isinstance(item, torch.Tensor) else item for key, item in arguments.items()}
+    if isinstance(value, torch.Tensor) and not value.is_contiguous():
+        moved[name] = torch.zeros(6, device=kernel_device)[::2]  # moving it would have made it contiguous
     with pytest.raises(error):
         paged_attention_(backend=backend, **({"scale": 1.0, "max_query_len": 2} | moved))
     if name != "out":
