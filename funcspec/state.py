@@ -100,7 +100,7 @@ class SpecState:
 
     @property
     def kv(self) -> Any:
-        """Keys and values of a JAX state: arrays by role ("target", "draft") and entry name.
+        """Keys and values of a JAX state: arrays by role ("target", "draft") and entry name; "proposals" under the ratio rule.
 
         Raises:
             AttributeError: the state is of torch, whose KV lies in pools that states share and steps write to.
