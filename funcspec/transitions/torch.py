@@ -56,20 +56,25 @@ class TorchTransition(Transition):
 
     def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, torch.Tensor]:
         """Buffers that all steps of a pool share."""
-
-        def make() -> dict[str, torch.Tensor]:
+        kept = self._branch(role).pool.scratch
+        key = (shapes, *sizes)
+        found = kept.get(key)
+        if found is None:
             made = shapes(*sizes).items()
-            return {name: torch.zeros(shape, dtype=dtype, device=self.config.device) for name, (shape, dtype) in made}
-
-        return self._kept(role, (shapes, *sizes), make)
+            device = self.config.device
+            found = kept[key] = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in made}
+        return found  # type: ignore[return-value]
 
     def records(self, **shapes: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
         """New buffers, in one allocation for each shape."""
+        device = self.config.device
+        if len(shapes) == 1:
+            ((name, shape),) = shapes.items()
+            return {name: torch.empty(shape, dtype=torch.int32, device=device)}
         made = {}
-        for shape in set(shapes.values()):
+        for shape in dict.fromkeys(shapes.values()):
             names = [name for name in shapes if shapes[name] == shape]
-            buffers = torch.empty((len(names), *shape), dtype=torch.int32, device=self.config.device).unbind()
-            made.update(zip(names, buffers, strict=True))
+            made.update(zip(names, torch.empty((len(names), *shape), dtype=torch.int32, device=device).unbind(), strict=True))
         return made
 
     def proposals(self, *, write: bool = False) -> Mapping[str, torch.Tensor]:
