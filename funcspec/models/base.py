@@ -54,7 +54,7 @@ class ForwardBatch:
         slot_mapping: [T] cache slot (block * block_size + offset) of each token; -1 writes nothing.
         block_tables: [R, N] block ids of each row; -1 where the row owns none.
         logits_indices: [M] the tokens whose logits are wanted, as indices into T; None means all T.
-        max_query_len: the longest query of a row, as a host number.
+        max_query_len: at least the longest query of a row, as a host number.
         hidden_layers: layers whose hidden states are wanted too.
     """
 
