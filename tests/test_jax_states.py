@@ -190,6 +190,36 @@ def test_undonated_arrays_are_untouched() -> None:
         chex.assert_trees_all_equal(jax.tree.map(np.array, state), before)
 
 
+def test_nothing_dies_with_what_was_made_of_it() -> None:
+    """Eager steps share no array with their input or their record, so donating the new state leaves both alone."""
+    state, target, drafter = admitted("jax", config())
+    drafting, _ = fs.prefill(state, drafter)
+    scored, scores = fs.score(drafting, target)
+    kept = fs.snapshot(state, rows=[0])
+    made: list[tuple[Any, Any]] = [
+        (state, fs.prefill(state, drafter)),
+        (drafting, fs.decode(drafting, drafter)),
+        (drafting, (scored, scores)),
+    ]
+    made += [
+        (scored, fs.accept(scored, scores)),
+        (state, fs.step_round(state, target, drafter)),
+        (state, (fs.truncate(state, {0: 4}), None)),
+    ]
+    released = fs.release(state, [0])
+    made += [
+        (state, (released, None)),
+        (released, (fs.resume(released, kept), None)),
+        (released, fs.admit(released, target, drafter, [[3]])),
+    ]
+    for before, (after, record) in made:
+        held = {id(leaf) for leaf in jax.tree.leaves((before, record))}
+        assert held.isdisjoint(id(leaf) for leaf in jax.tree.leaves(after))
+    after, verdict = fs.step_round(state, target, drafter)
+    jax.jit(fs.step_round, donate_argnums=0)(after, target, drafter)
+    assert verdict.finish_reason.tolist() == [0, 0, 0] and fs.snapshot(state, rows=[0]) == kept
+
+
 def test_admission_and_release_between_programs_do_not_retrace() -> None:
     settings = config(max_num_reqs=2)
     traces = []

@@ -13,7 +13,8 @@ def open_step(state: SpecState, step: str, *, donate: bool) -> Transition:
     Args:
         state: the state, of either framework.
         step: the step's name, for messages.
-        donate: whether the state's buffers may be reused. In JAX that is said to `jax.jit` instead, and means nothing here.
+        donate: whether the state's buffers may be reused. In JAX that is said to `jax.jit`; here it only allows the new state to share
+            arrays that the step does not write.
     """
     check_state(state, step)
     if not isinstance(donate, bool):

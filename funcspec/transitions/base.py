@@ -168,7 +168,7 @@ class Transition(ABC):
     def keep_drafts(self, drafts: Array, *, points: Array) -> None:
         """Take note of drafts that a drafter wrote with an operation of its own, instead of `draft_once` or besides it.
 
-        The operation must have written tokens, num_draft, num_drafted and draft_len, after the step's last forward.
+        The operation must have written tokens, num_draft and num_drafted, after the step's last forward.
 
         Args:
             drafts: [R, K] int32, this round's drafts, -1 where there is none; not used by anyone else.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
 
 from funcspec.config import SpecConfig
 from funcspec.constants import PAD_SLOT
@@ -45,6 +46,7 @@ class JaxTransition(Transition):
         self.config = state.config
         self.name = name_step(step)
         self._lease = lease
+        self._donate = donate
         self.fields = SimpleNamespace(**{name: _field(self.config, name, lease.arrays[name]) for name in ARRAY_FIELDS})
         self.kv = dict(lease.kv)
         self.phase, self.stamp, self.draft_steps = lease.phase, lease.stamp, lease.draft_steps
@@ -77,8 +79,8 @@ class JaxTransition(Transition):
         return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
 
     def copied(self, array: jax.Array) -> jax.Array:
-        """The array: it never changes."""
-        return array
+        """An array of its own: a record outlives the state it is about, donated or not."""
+        return _owned(array)
 
     def detached(self, array: jax.Array) -> jax.Array:
         """The array: operations are not differentiated."""
@@ -124,8 +126,13 @@ class JaxTransition(Transition):
         """Do nothing: values are not shared."""
 
     def close(self, phase: str, *, stamp: object = None, draft_steps: int = 0) -> SpecState:
-        """Make the new state."""
-        return SpecState(self.config, JaxLease(self.config, vars(self.fields), self.kv, self._lease.models, phase, draft_steps))
+        """Make the new state. Unless the input is given up, it shares no array with it: donating one leaves the other alone."""
+        new = JaxLease(self.config, vars(self.fields), self.kv, self._lease.models, phase, draft_steps)
+        if not self._donate:
+            before = {id(leaf) for leaf in jax.tree.leaves(self._lease.flatten()[0])}
+            children, structure = new.flatten()
+            new = structure.rebuild(jax.tree.map(lambda leaf: _owned(leaf) if id(leaf) in before else leaf, children))
+        return SpecState(self.config, new)
 
     def reserve(self, role: str, counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Take blocks that stand in no block table."""
@@ -209,6 +216,11 @@ def ingest(
         kv, logits = run(model, kv, batch, 1)
         owned = True
     return kv, None if logits is None else torch.from_dlpack(logits)
+
+
+def _owned(array: jax.Array) -> jax.Array:
+    """A copy. Not while JAX traces: what leaves a program is its own anyway."""
+    return array if isinstance(array, Tracer) else jnp.array(array, copy=True)
 
 
 def _field(config: SpecConfig, name: str, value: Any) -> jax.Array:

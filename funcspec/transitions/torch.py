@@ -6,6 +6,7 @@ not.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,14 +57,7 @@ class TorchTransition(Transition):
 
     def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, torch.Tensor]:
         """Buffers that all steps of a pool share."""
-        kept = self._branch(role).pool.scratch
-        key = (shapes, *sizes)
-        found = kept.get(key)
-        if found is None:
-            made = shapes(*sizes).items()
-            device = self.config.device
-            found = kept[key] = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in made}
-        return found  # type: ignore[return-value]
+        return self._kept(role, (shapes, *sizes), _zeros, shapes, sizes, self.config.device)
 
     def records(self, **shapes: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
         """New buffers, in one allocation for each shape."""
@@ -108,7 +102,7 @@ class TorchTransition(Transition):
     def constant(self, value: int) -> torch.Tensor:
         """One buffer for each value, made once."""
         rows, device = self.config.max_num_reqs, self.config.device
-        return self._kept("target", ("constant", value), lambda: torch.full((rows,), value, dtype=torch.int32, device=device))
+        return self._kept("target", ("constant", value), partial(torch.full, (rows,), value, dtype=torch.int32, device=device))
 
     def vector(self, values: Sequence[int]) -> torch.Tensor:
         """A new buffer."""
@@ -117,13 +111,13 @@ class TorchTransition(Transition):
     def row_starts(self, width: int) -> torch.Tensor:
         """One buffer for each width, made once."""
         end, device = (self.config.max_num_reqs + 1) * width, self.config.device
-        return self._kept("target", ("row starts", width), lambda: torch.arange(0, end, width, dtype=torch.int32, device=device))
+        return self._kept("target", ("row starts", width), partial(torch.arange, 0, end, width, dtype=torch.int32, device=device))
 
-    def _kept(self, role: str, key: object, make: Callable[[], Any]) -> Any:
+    def _kept(self, role: str, key: object, make: Callable[..., Any], *arguments: Any) -> Any:
         kept = self._branch(role).pool.scratch
         found = kept.get(key)
         if found is None:
-            found = kept[key] = make()
+            found = kept[key] = make(*arguments)
         return found
 
     def is_array(self, value: object) -> bool:
@@ -253,6 +247,10 @@ class TorchTransition(Transition):
         lengths = self.fields.num_tokens + self.config.num_speculative_tokens
         for cache in branch.pool.kv.values():
             copy_blocks_(cache=cache, source=pairs[0], destination=pairs[1], rows=pairs[2], block_indices=pairs[3], lengths=lengths)
+
+
+def _zeros(shapes: Callable[..., Shapes], sizes: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes(*sizes).items()}
 
 
 def revive(state: SpecState, newest: SpecState) -> None:
