@@ -129,12 +129,15 @@ def same_as_plain(
 ) -> Comparison:
     """Decode prompts with drafts, without drafts in the same shape, and with one token a pass, and compare tokens.
 
-    For rules whose output is the target's own sample path (`greedy`, `coupled`).
+    For rules whose output is the target's own sample path: `greedy`, `coupled`, and `ratio` at temperature 0.
 
     Args:
         target, drafter: the models.
         prompts, seeds, temperature, max_tokens, stop_ids: as for `generate`.
         config: as for `generate`, with K of at least 1.
+
+    Raises:
+        ArgumentError: the rule draws another sample than plain decoding, or as for `generate`.
 
     Example:
         >>> import funcspec as fs
@@ -144,6 +147,7 @@ def same_as_plain(
         Comparison(identical=True, first_difference=None, margin=None)
     """
     requests = validate(config, target, prompts, seeds, temperature, max_tokens, stop_ids)
+    check_comparable(config.rule, [request.temperature for request in requests])
     words = [[word & 0xFFFFFFFF for word in request.seed] for request in requests]
     chosen = [low | high << 32 for low, high in words]  # fresh seeds must be the same in all three runs
     options: dict[str, Any] = {"seeds": chosen, "temperature": temperature, "max_tokens": max_tokens, "stop_ids": stop_ids}
@@ -165,6 +169,17 @@ def same_as_plain(
             target, [*request.prompt, *single[prompt][:place]], chosen[prompt], request.temperature, device=config.device
         )
     return Comparison(ours == padded, difference, margin)
+
+
+def check_comparable(rule: rules.Rule, temperatures: Sequence[float]) -> None:
+    """Refuse to compare tokens under a rule that has plain decoding's law but draws another sample.
+
+    Raises:
+        ArgumentError: the rule judges by ratios, and a temperature is above 0.
+    """
+    if rule.judges_by == "ratio" and any(temperature > 0 for temperature in temperatures):
+        fix = "use rules.coupled, or temperature 0"
+        refuse("rule", "one whose output is the target's own sample path", f"{rule!r} at a temperature above 0", fix)
 
 
 def first_difference(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> tuple[int, int] | None:
@@ -237,4 +252,4 @@ def _report(left: np.ndarray, right: np.ndarray) -> ShapeReport:
     return ShapeReport(bool(same.all()), float(gaps.max()), flips, len(left))
 
 
-__all__ = ["Comparison", "ShapeReport", "check_shape_stable", "first_difference", "preference_margin", "same_as_plain"]
+__all__ = ["Comparison", "ShapeReport", "check_comparable", "check_shape_stable", "first_difference", "preference_margin", "same_as_plain"]

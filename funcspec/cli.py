@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from funcspec import rules
+from funcspec.checks import check_comparable
 from funcspec.drafters import fallback, ngram, standalone
 from funcspec.drafters.base import Drafter
 from funcspec.errors import FuncspecError, refuse
@@ -265,6 +266,8 @@ def generate_command(options: argparse.Namespace) -> int:
         loaded.tokenizer,
         tuple(options.stop),
     )
+    if options.compare:
+        check_comparable(job.rule, [job.temperature])  # before anything is decoded
     first = replace(job, prompts=job.prompts[:1], seeds=job.seeds[:1], max_tokens=min(4, job.max_tokens))
     run_job(first)  # the first passes touch the weights for the first time
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

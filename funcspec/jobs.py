@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funcspec import rules
-from funcspec.checks import Comparison, first_difference, preference_margin
+from funcspec.checks import Comparison, check_comparable, first_difference, preference_margin
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.drafters.fallback import Fallback
@@ -140,7 +140,12 @@ class TimedComparison(Comparison):
 
 
 def compare(job: Job, run: Run) -> TimedComparison:
-    """Decode plainly, one token a pass and in the shape of speculative passes, and compare tokens and time."""
+    """Decode plainly, one token a pass and in the shape of speculative passes, and compare tokens and time.
+
+    Raises:
+        ArgumentError: the rule draws another sample than plain decoding.
+    """
+    check_comparable(job.rule, [job.temperature])
     plain_job = replace(job, drafter=None)
     padded, single = run_job(plain_job, padded=True), run_job(plain_job)
     difference = first_difference(run.outputs, single.outputs)

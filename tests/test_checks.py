@@ -10,7 +10,7 @@ from oracle import config
 
 import funcspec as fs
 from funcspec.checks import ShapeReport, first_difference, preference_margin
-from funcspec.errors import CapacityError
+from funcspec.errors import ArgumentError, CapacityError
 from funcspec.interop import jax_model
 from funcspec.models import ChecksumDraft, ChecksumModel, TableModel
 from funcspec.models.llama import LlamaConfig, random_llama
@@ -99,3 +99,11 @@ def test_the_margin_is_that_of_the_scores() -> None:
     warm = preference_margin(target, [1, 0], 7, 1.0)
     assert warm >= 0 and warm != pytest.approx(1.0986, abs=1e-4)
     assert preference_margin(target, [1, 0], 7, 1.0) == warm != preference_margin(target, [1, 0], 8, 1.0)
+
+
+def test_rules_that_draw_another_sample_are_not_compared() -> None:
+    target, drafter = ChecksumModel(spread=True), fs.drafters.standalone(ChecksumDraft(spread=True))
+    settings = config(rows=1, rule=fs.rules.ratio)
+    with pytest.raises(ArgumentError, match=r"rule: expected one whose output is the target's own sample path, got rules\.ratio at"):
+        fs.same_as_plain(target, drafter, [[5, 6, 7]], config=settings, temperature=0.8, max_tokens=4)
+    assert fs.same_as_plain(target, drafter, [[5, 6, 7]], config=settings, max_tokens=12)

@@ -155,6 +155,12 @@ def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("funcspec: temperature: expected 0 under rules.greedy")
 
 
+def test_jobs_of_another_sample_are_not_compared() -> None:
+    job = toy_job(rule=rules.ratio, temperature=0.8)
+    with pytest.raises(ArgumentError, match="rule: expected one whose output is the target's own sample path"):
+        compare(job, run_job(job))
+
+
 @needs_weights
 def test_colours_and_whole_characters(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = smollm2.load_tokenizer()
