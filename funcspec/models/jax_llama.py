@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey
 
 from funcspec.errors import ModelError, refuse
 from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
-from funcspec.models.llama import Llama, LlamaConfig, rotary_tables
+from funcspec.models.llama import Llama, LlamaConfig, check_hidden_layers, check_weights, rotary_tables
 
 FAR = -1e38
 """Below every score, but finite: a query that sees nothing never meets inf - inf."""
@@ -214,8 +214,7 @@ class JaxLlama:
             ArgumentError: arrays of the batch do not fit each other.
         """
         config, weights = self.config, self.weights
-        if any(not 0 <= layer <= config.num_layers for layer in batch.hidden_layers):
-            refuse("hidden_layers", f"numbers from 0 to {config.num_layers}", batch.hidden_layers, "name layers of this model", ModelError)
+        check_hidden_layers(config, batch.hidden_layers)
         _check_cache(self.kv_spec, kv)
         _check_batch(batch)
         num_tokens = batch.input_ids.shape[0]
@@ -302,34 +301,7 @@ def _check_weights(config: LlamaConfig, weights: Mapping[str, jax.Array], output
     for name, weight in weights.items():
         if not isinstance(weight, jax.Array):
             refuse("weights", f"a jax.Array for {name!r}", type(weight).__name__, "use JaxLlama.from_torch, or jnp.asarray", ModelError)
-    for name, shape in config.weight_shapes().items():
-        if name not in weights:
-            refuse("weights", f"an array named {name!r}", "none", "pass every array of config.weight_shapes()", ModelError)
-        if weights[name].shape != shape:
-            refuse("weights", f"{shape} for {name!r}", weights[name].shape, "check the configuration", ModelError)
-    embed = weights["embed"]
-    if len(embed.devices()) != 1:
-        refuse("weights", "arrays on one device", f"{len(embed.devices())} devices", "put them on one", ModelError)
-    head = weights.get("head", embed)
-    if head.ndim != 2 or head.shape[1] != config.hidden_size:
-        refuse("weights", f"[rows, {config.hidden_size}] for 'head'", head.shape, "check the configuration", ModelError)
-    for name, weight in weights.items():
-        if weight.dtype != embed.dtype or weight.devices() != embed.devices():
-            refuse(
-                "weights",
-                f"{embed.dtype} on {embed.devices()} for {name!r}",
-                f"{weight.dtype} on {weight.devices()}",
-                "convert them all alike",
-                ModelError,
-            )
-    if output_token_ids is not None and output_token_ids.shape != head.shape[:1]:
-        refuse(
-            "output_token_ids",
-            f"{head.shape[0]} ids, one for each row of 'head'",
-            output_token_ids.shape,
-            "pass both or neither",
-            ModelError,
-        )
+    check_weights(config, weights, output_token_ids, lambda weight: weight.devices())
 
 
 def _check_cache(spec: KVSpec, kv: KV) -> None:

@@ -1,8 +1,9 @@
 """The Llama family in plain torch over a paged cache: weights are data, `forward` is a function of them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -74,6 +75,40 @@ def rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[torch.Tens
     return cos, sin
 
 
+def check_weights(config: LlamaConfig, weights: Mapping[str, Any], output_token_ids: Any, place_of: Callable[[Any], object]) -> None:
+    """Refuse weights of either framework that are missing, misshapen or not all of one dtype and place.
+
+    Raises:
+        ModelError: names the weight and what it should be.
+    """
+    for name, shape in config.weight_shapes().items():
+        if name not in weights:
+            refuse("weights", f"an array named {name!r}", "none", "pass every array of config.weight_shapes()", ModelError)
+        if tuple(weights[name].shape) != shape:
+            refuse("weights", f"{shape} for {name!r}", tuple(weights[name].shape), "check the configuration", ModelError)
+    embed = weights["embed"]
+    head = weights.get("head", embed)
+    if head.ndim != 2 or head.shape[1] != config.hidden_size:
+        refuse("weights", f"[rows, {config.hidden_size}] for 'head'", tuple(head.shape), "check the configuration", ModelError)
+    for name, weight in weights.items():
+        if weight.dtype != embed.dtype or place_of(weight) != place_of(embed):
+            expected, found = (f"{array.dtype} on {place_of(array)}" for array in (embed, weight))
+            refuse("weights", f"{expected} for {name!r}", found, "convert them all alike", ModelError)
+    if output_token_ids is not None and output_token_ids.shape != head.shape[:1]:
+        expected = f"{head.shape[0]} ids, one for each row of 'head'"
+        refuse("output_token_ids", expected, tuple(output_token_ids.shape), "pass both or neither", ModelError)
+
+
+def check_hidden_layers(config: LlamaConfig, layers: tuple[int, ...]) -> None:
+    """Refuse hidden layers that are not there.
+
+    Raises:
+        ModelError: names the layers.
+    """
+    if any(not 0 <= layer <= config.num_layers for layer in layers):
+        refuse("hidden_layers", f"numbers from 0 to {config.num_layers}", layers, "name layers of this model", ModelError)
+
+
 @dataclass(frozen=True, eq=False)
 class Llama:
     """A Llama as a `Model`: matrices in a mapping, keys and values in the cache that `forward` is given.
@@ -94,31 +129,8 @@ class Llama:
     _products: Mapping[str, Product] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, shape in self.config.weight_shapes().items():
-            if name not in self.weights:
-                refuse("weights", f"a tensor named {name!r}", "none", "pass every tensor of config.weight_shapes()", ModelError)
-            if self.weights[name].shape != shape:
-                refuse("weights", f"{shape} for {name!r}", tuple(self.weights[name].shape), "check the configuration", ModelError)
+        check_weights(self.config, self.weights, self.output_token_ids, lambda weight: weight.device)
         head, embed = self._head, self.weights["embed"]
-        if head.dim() != 2 or head.shape[1] != self.config.hidden_size:
-            refuse("weights", f"[rows, {self.config.hidden_size}] for 'head'", tuple(head.shape), "check the configuration", ModelError)
-        for name, weight in self.weights.items():
-            if weight.dtype != embed.dtype or weight.device != embed.device:
-                refuse(
-                    "weights",
-                    f"{embed.dtype} on {embed.device} for {name!r}",
-                    f"{weight.dtype} on {weight.device}",
-                    "convert them all alike",
-                    ModelError,
-                )
-        if self.output_token_ids is not None and self.output_token_ids.shape != head.shape[:1]:
-            refuse(
-                "output_token_ids",
-                f"{head.shape[0]} ids, one for each row of 'head'",
-                tuple(self.output_token_ids.shape),
-                "pass both or neither",
-                ModelError,
-            )
         object.__setattr__(self, "_rotary", rotary_tables(self.config, embed.device))
         matrices = {name: weight for name, weight in self.weights.items() if weight.dim() == 2 and name != "embed"}
         object.__setattr__(self, "_products", {name: product(weight) for name, weight in (matrices | {"head": head}).items()})
@@ -177,8 +189,7 @@ class Llama:
         """
         config, weights = self.config, self.weights
         num_tokens = batch.input_ids.shape[0]
-        if any(not 0 <= layer <= config.num_layers for layer in batch.hidden_layers):
-            refuse("hidden_layers", f"numbers from 0 to {config.num_layers}", batch.hidden_layers, "name layers of this model", ModelError)
+        check_hidden_layers(config, batch.hidden_layers)
         x = F.embedding(batch.input_ids, weights["embed"])
         if 0 < num_tokens < ROWS and self._products["head"].packed is not None:
             x = F.pad(x, (0, 0, 0, ROWS - num_tokens))  # once for all products of the pass
