@@ -91,6 +91,7 @@ def admit(
     seeds: Sequence[int] | None = None,
     temperature: float | Sequence[float] = 0.0,
     max_tokens: int | Sequence[int] | None = None,
+    min_tokens: int | Sequence[int] = 0,
     stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     rows: Sequence[int] | None = None,
     chunk: int | None = None,
@@ -108,6 +109,8 @@ def admit(
         seeds: a 64-bit seed for each prompt. None draws fresh ones; they are in the state, so the run can be replayed.
         temperature: 0 (greedy) or at least 0.01; one number, or one for each prompt.
         max_tokens: most tokens to generate, at least 1; None up to max_model_len.
+        min_tokens: least tokens to generate before a stop id may come, which until then is as if its logit were -inf; needs
+            `SpecConfig.allows_min_tokens`. A number, or one for each prompt.
         stop_ids: ids that end a row (they are emitted): one list for all prompts, or one for each.
         rows: free rows to use; None takes the lowest ones.
         chunk: tokens ingested in one pass; None is 512. Smaller chunks give the same small buffers, KV to rounding.
@@ -123,7 +126,7 @@ def admit(
     """
     lease = check_state(state, "admit").lease
     check_partner("target", target, lease.models["target"], state.framework)
-    requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, stop_ids)
+    requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, min_tokens, stop_ids)
     return admit_requests(state, target, drafter, requests, rows=rows, chunk=chunk, donate=donate)
 
 
@@ -278,6 +281,9 @@ def _block_counts(requests: list[Request], longest: int, config: SpecConfig) -> 
 def _first_token(logits: torch.Tensor | None, request: Request, device: str) -> tuple[int, int]:
     """Sample the token after the prompt, with the same kernel and noise as every later token."""
     assert logits is not None
+    if request.min_len > len(request.prompt):
+        logits = logits.clone()
+        logits[:, request.stop_ids] = -float("inf")
     partials = choose_tokens_partials(logits.shape[1])
     low, high = request.seed
     integers = torch.tensor([0, len(request.prompt) - 1, low, high, NO_TOKEN, 0], dtype=torch.int32).to(device)
@@ -325,6 +331,7 @@ def _row_values(
         "num_tokens": [len(request.prompt) + 1 for request in requests],
         "prompt_len": [len(request.prompt) for request in requests],
         "row_limit": [request.row_limit for request in requests],
+        "min_len": [request.min_len for request in requests],
         "draft_len": [min(len(request.prompt), draft_limit) for request in requests],
         "num_draft": [0] * len(requests),
         "num_drafted": [0] * len(requests),

@@ -146,7 +146,7 @@ def same_as_plain(
         >>> same_as_plain(fs.models.ChecksumModel(), drafter, [[5, 6, 7], [1]], config=config, temperature=0.8)
         Comparison(identical=True, first_difference=None, margin=None)
     """
-    requests = validate(config, target, prompts, seeds, temperature, max_tokens, stop_ids)
+    requests = validate(config, target, prompts, seeds, temperature, max_tokens, 0, stop_ids)
     check_comparable(config.rule, [request.temperature for request in requests])
     words = [[word & 0xFFFFFFFF for word in request.seed] for request in requests]
     chosen = [low | high << 32 for low, high in words]  # fresh seeds must be the same in all three runs
@@ -196,13 +196,16 @@ def first_difference(left: Sequence[Sequence[int]], right: Sequence[Sequence[int
     return None
 
 
-def preference_margin(target: Model, tokens: Sequence[int], seed: int, temperature: float, *, device: str = "cpu") -> float:
+def preference_margin(
+    target: Model, tokens: Sequence[int], seed: int, temperature: float, *, forbidden: Sequence[int] = (), device: str = "cpu"
+) -> float:
     """Gap between the two best scores after some tokens: logits, or logits over temperature plus the request's noise.
 
     Args:
         target: the model.
         tokens: prompt and output so far.
         seed, temperature: of the request.
+        forbidden: token ids that may not come.
         device: where the model works.
     """
     config = SpecConfig(max_num_reqs=1, max_model_len=len(tokens) + 1, num_speculative_tokens=0, rule=rules.coupled, device=device)
@@ -211,6 +214,7 @@ def preference_margin(target: Model, tokens: Sequence[int], seed: int, temperatu
     logits = step.ingest("target", target, blocks, tokens, DEFAULT_CHUNK)
     assert logits is not None
     scores = logits[0].float().cpu()
+    scores[list(forbidden)] = -float("inf")
     if temperature > 0:
         words = noise_words(seed, len(tokens) - 1, 0, TARGET, np.arange(scores.numel()))
         scores = scores / temperature + torch.from_numpy(gumbel(words))

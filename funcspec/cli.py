@@ -35,8 +35,8 @@ PLAIN = "\x1b[0m"
 class Printer:
     """Streams text coloured by where each token came from; one prompt live, several one after another."""
 
-    def __init__(self, tokenizer: Any, num_prompts: int, colour: bool, stop_strings: Sequence[str] = ()) -> None:
-        self._streams = [TextStream(tokenizer, stop_strings) for _ in range(num_prompts)]
+    def __init__(self, tokenizer: Any, num_prompts: int, colour: bool, stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._streams = [TextStream(tokenizer, stop_strings, min_tokens=min_tokens) for _ in range(num_prompts)]
         self._texts = [""] * num_prompts
         self._colour = colour
 
@@ -162,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--max-num-reqs", type=_at_least(1), default=8, help="most prompts decoded at a time (default 8)")
     make.add_argument("--raw", action="store_true", help="continue the prompt as plain text instead of answering it")
     make.add_argument("--max-tokens", type=_at_least(1), default=96, help="most tokens for each prompt (default 96)")
+    make.add_argument("--min-tokens", type=_at_least(0), default=0, help="least tokens before a prompt may end (default 0)")
     make.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     make.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens past the model's end tokens")
     make.add_argument("--num-speculative-tokens", type=_at_least(0), default=3, help="drafts in a round (default 3)")
@@ -265,17 +266,18 @@ def generate_command(options: argparse.Namespace) -> int:
         options.max_num_reqs,
         loaded.tokenizer,
         tuple(options.stop),
+        options.min_tokens,
     )
     if options.compare:
         check_comparable(job.rule, [job.temperature])  # before anything is decoded
-    first = replace(job, prompts=job.prompts[:1], seeds=job.seeds[:1], max_tokens=min(4, job.max_tokens))
+    first = replace(job, prompts=job.prompts[:1], seeds=job.seeds[:1], max_tokens=min(4, job.max_tokens), min_tokens=0)
     run_job(first)  # the first passes touch the weights for the first time
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     watching: Callable[[Emission], None] | None = None
     if options.progress:
         watching = Progress(len(prompts), options.max_tokens)
     elif not options.json:
-        watching = Printer(loaded.tokenizer, len(prompts), colour, options.stop)
+        watching = Printer(loaded.tokenizer, len(prompts), colour, options.stop, options.min_tokens)
     run = run_job(job, watching)
     found = statistics(run.emissions, options.num_speculative_tokens)
     comparison = compare(job, run) if options.compare else None

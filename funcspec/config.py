@@ -38,6 +38,8 @@ class SpecConfig:
         num_blocks: blocks in each KV pool. None is twice what all rows need at full length, and at least 64, so that old
             states and forks have room.
         max_num_stop_ids: S, most stop token ids a row can have.
+        allows_min_tokens: whether rows may have a least number of tokens, before which no stop id comes. It costs a copy of the
+            target's logits in each round.
         device: where buffers live, as torch spells it.
 
     Raises:
@@ -57,6 +59,7 @@ class SpecConfig:
     block_size: int = 16
     num_blocks: int | None = None
     max_num_stop_ids: int = 4
+    allows_min_tokens: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -76,6 +79,8 @@ class SpecConfig:
                 refuse(name, "an int", f"{value!r} ({type(value).__name__})", "pass a plain Python int", ArgumentTypeError)
             if value < low:
                 refuse(name, f"at least {low}", value, f"choose a {name} of {low} or more")
+        if not isinstance(self.allows_min_tokens, bool):
+            refuse("allows_min_tokens", "True or False", repr(self.allows_min_tokens), "pass a bool", ArgumentTypeError)
         if not hasattr(self.rule, "draft_stream"):
             refuse("rule", "an acceptance rule", repr(self.rule), "pass funcspec.rules.greedy or funcspec.rules.coupled", ArgumentTypeError)
         if self.num_speculative_tokens >= self.max_model_len:

@@ -55,6 +55,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     temperature: float | Sequence[float] = 0.0,
     max_tokens: int | Sequence[int] | None = None,
+    min_tokens: int | Sequence[int] = 0,
     stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
     num_draft: int | None = None,
     tokenizer: Any = None,
@@ -69,6 +70,8 @@ def generate(
         config: capacities and rule.
         target, drafter: the models; a drafter of None decodes plainly.
         prompts, seeds, temperature, max_tokens, stop_ids: as for `admit`.
+        min_tokens: as for `admit`; the configuration need not allow it beforehand. It also holds off stop strings: one ends a prompt
+            if it is completed by a later token.
         num_draft: drafts wanted in each round; None is K.
         tokenizer: a `tokenizers.Tokenizer`, or a fast tokenizer of transformers; then emissions carry text, never part of a character.
         stop_strings: a prompt ends with the token that completes one of these. Its text ends before the string; tokens that the same
@@ -87,15 +90,21 @@ def generate(
         >>> [e.tokens for e in fs.generate(config, target, drafter, [[5, 6, 7]], max_tokens=6)]
         [(39,), (1, 6), (42,), (45,), (17,)]
     """
+    if min_tokens != 0 and isinstance(config, SpecConfig):
+        config = config.replace(allows_min_tokens=True)
     state = init(config, target, drafter)
     most = config.num_speculative_tokens
     if num_draft is not None and (not isinstance(num_draft, int) or isinstance(num_draft, bool) or not 0 <= num_draft <= most):
         refuse("num_draft", f"None or an int from 0 to num_speculative_tokens = {most}", repr(num_draft), "draft fewer or raise K")
-    requests = validate(config, target, prompts, seeds, temperature, max_tokens, stop_ids)
+    requests = validate(config, target, prompts, seeds, temperature, max_tokens, min_tokens, stop_ids)
     if check_stop_strings(stop_strings) and tokenizer is None:
         refuse("tokenizer", "a tokenizer, to look for stop strings", "None", "pass the target's tokenizer", ArgumentTypeError)
     emitted = _loop(state, target, drafter, requests, num_draft)
-    return emitted if tokenizer is None else _with_text(emitted, [TextStream(tokenizer, stop_strings) for _ in requests])
+    if tokenizer is None:
+        return emitted
+    least = [max(request.min_len - len(request.prompt), 0) for request in requests]
+    streams = [TextStream(tokenizer, stop_strings, min_tokens=count) for count in least]
+    return _with_text(emitted, streams)
 
 
 def _loop(

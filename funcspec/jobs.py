@@ -25,7 +25,7 @@ class Job:
         rule: the acceptance rule.
         num_speculative_tokens: drafts a round.
         max_num_reqs: rows, so most prompts at a time; None is one for each prompt.
-        tokenizer, stop_strings: as for `generate`.
+        tokenizer, stop_strings, min_tokens: as for `generate`.
         device: where the models are.
     """
 
@@ -41,6 +41,7 @@ class Job:
     max_num_reqs: int | None = None
     tokenizer: Any = None
     stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
     device: str = "cpu"
 
 
@@ -117,11 +118,11 @@ def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, 
     target = TimedModel(job.target)
     drafter, draft = timed_drafter(job.drafter)
     run = Run([[] for _ in job.prompts], [""] * len(job.prompts))
-    options: dict[str, Any] = {"max_tokens": job.max_tokens, "stop_ids": job.stop_ids, "stop_strings": job.stop_strings}
+    options: dict[str, Any] = {"max_tokens": job.max_tokens, "min_tokens": job.min_tokens, "stop_ids": job.stop_ids}
+    if job.tokenizer is not None:
+        options |= {"tokenizer": job.tokenizer, "stop_strings": job.stop_strings}
     started = time.perf_counter()
-    for emission in generate(
-        config, target, drafter, job.prompts, seeds=job.seeds, temperature=job.temperature, tokenizer=job.tokenizer, **options
-    ):
+    for emission in generate(config, target, drafter, job.prompts, seeds=job.seeds, temperature=job.temperature, **options):
         run.emissions.append(emission)
         run.outputs[emission.prompt_index] += emission.tokens
         run.texts[emission.prompt_index] += emission.text
@@ -153,7 +154,9 @@ def compare(job: Job, run: Run) -> TimedComparison:
     if difference is not None:
         prompt, place = difference
         tokens = job.prompts[prompt] + single.outputs[prompt][:place]
-        margin = preference_margin(job.target, tokens, job.seeds[prompt], job.temperature, device=job.device)
+        forbidden = job.stop_ids if place < job.min_tokens else ()
+        seed = job.seeds[prompt]
+        margin = preference_margin(job.target, tokens, seed, job.temperature, forbidden=forbidden, device=job.device)
     return TimedComparison(run.outputs == padded.outputs, difference, margin, min(padded.seconds, single.seconds))
 
 

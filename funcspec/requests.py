@@ -19,6 +19,7 @@ class Request:
     seed: tuple[int, int]
     temperature: float
     row_limit: int
+    min_len: int
     stop_ids: list[int]
 
 
@@ -37,6 +38,7 @@ def validate(
     seeds: Any,
     temperature: Any,
     max_tokens: Any,
+    min_tokens: Any,
     stop_ids: Any,
 ) -> list[Request]:
     """Check prompts and settings as `admit` takes them; refuses the first thing that is out of range."""
@@ -48,6 +50,7 @@ def validate(
     seeds = [secrets.randbits(64) for _ in range(count)] if seeds is None else seeds
     temperatures = _each("temperature", temperature, count, (int, float))
     limits = _each("max_tokens", max_tokens, count, (int,))
+    least = _each("min_tokens", min_tokens, count, (int,))
     stops = _stop_lists(stop_ids, count)
     return [
         Request(
@@ -55,6 +58,7 @@ def validate(
             split_seed(seeds[index]),
             _check_temperature(temperatures[index], config),
             _row_limit(limits[index], len(prompts[index]), config),
+            _min_len(least[index], limits[index], len(prompts[index]), config),
             _check_ids("stop_ids", stops[index], target.vocab_size, config.max_num_stop_ids),
         )
         for index in range(count)
@@ -120,3 +124,15 @@ def _row_limit(max_tokens: Any, prompt_len: int, config: SpecConfig) -> int:
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         refuse("max_tokens", "a positive int or None", repr(max_tokens), "ask for at least one token")
     return min(config.max_model_len, prompt_len + max_tokens)
+
+
+def _min_len(min_tokens: Any, max_tokens: Any, prompt_len: int, config: SpecConfig) -> int:
+    if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 0:
+        refuse("min_tokens", "an int of 0 or more", repr(min_tokens), "leave it out to let rows stop at any time")
+    if min_tokens == 0:
+        return 0
+    if not config.allows_min_tokens:
+        refuse("min_tokens", "0 in this configuration", min_tokens, "make the state with SpecConfig(allows_min_tokens=True)")
+    if max_tokens is not None and min_tokens > max_tokens:
+        refuse("min_tokens", f"at most max_tokens = {max_tokens}", min_tokens, "ask for fewer tokens at least, or more at most")
+    return prompt_len + min_tokens

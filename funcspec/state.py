@@ -64,6 +64,7 @@ class SpecState:
     num_tokens: Array = _array("R", torch.int32, 0, "committed length n; the newest token is not yet in the target's KV")
     prompt_len: Array = _array("R", torch.int32, 0, "how many of the tokens are the prompt")
     row_limit: Array = _array("R", torch.int32, 0, "committed length at which the row finishes with reason 'length'")
+    min_len: Array = _array("R", torch.int32, 0, "committed length before which no stop id may come; 0 unless min_tokens are allowed")
     draft_len: Array = _array("R", torch.int32, 0, "committed tokens that the drafter's KV holds")
     num_draft: Array = _array("R", torch.int32, 0, "drafts planned this round, 0..K")
     num_drafted: Array = _array("R", torch.int32, 0, "drafts made so far this round")

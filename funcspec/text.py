@@ -35,10 +35,11 @@ class TextStream:
         tokenizer: a `tokenizers.Tokenizer`, or a fast tokenizer of transformers.
         stop_strings: strings at which the text ends.
         skip_special_tokens: whether special tokens are left out of the text.
+        min_tokens: a stop string counts only if a token after the first `min_tokens` completes it.
 
     Raises:
         ArgumentTypeError: a tokenizer without a Rust backend, or stop strings that are not strings.
-        ArgumentError: an empty stop string.
+        ArgumentError: an empty stop string, or a negative number of tokens.
 
     Example:
         >>> from tokenizers import Tokenizer, models, decoders
@@ -49,7 +50,9 @@ class TextStream:
         (Piece(text='onetw', kept=2, stopped=False), Piece(text='', kept=1, stopped=True))
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0) -> None:
+        if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 0:
+            refuse("min_tokens", "an int of 0 or more", repr(min_tokens), "leave it out to stop at any token")
         self._tokenizer = backend(tokenizer)
         self._stops = check_stop_strings(stop_strings)
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -57,6 +60,8 @@ class TextStream:
         self._tokens: list[int] = []
         self._seen = ""  # all text so far, what is held back included
         self._given = 0  # how much of it was handed out
+        self._min_tokens = min_tokens
+        self._floor = 0  # where stop strings may end at the earliest
         self._stopped = False
 
     def add(self, tokens: Iterable[int]) -> Piece:
@@ -68,6 +73,9 @@ class TextStream:
             kept += 1
             self._tokens.append(token)
             self._seen += self._stream.step(self._tokenizer, token) or ""
+            if len(self._tokens) <= self._min_tokens:
+                self._floor = len(self._seen)
+                continue
             end = self._find_stop()
             if end is not None:
                 self._seen, self._stopped = self._seen[:end], True
@@ -87,7 +95,7 @@ class TextStream:
         found = []
         for stop in self._stops:
             # Only what is not given out yet can hold one: text that could begin a stop string is held back.
-            start = self._seen.find(stop, self._given)
+            start = self._seen.find(stop, max(self._given, self._floor - len(stop) + 1))
             if start >= 0:
                 found.append((start + len(stop), start))
         return min(found)[1] if found else None

@@ -2,7 +2,8 @@
 
 from funcspec.errors import refuse
 from funcspec.state import SpecState, check_state
-from funcspec.transitions.base import Transition, Window
+from funcspec.transitions.base import Transition
+from funcspec.transitions.framework import Window
 from funcspec.transitions.jax import JaxTransition
 from funcspec.transitions.torch import TorchTransition
 

@@ -22,7 +22,8 @@ from funcspec.leases import PROPOSALS, JaxLease, host_copy
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import refuse_reservation
 from funcspec.state import ARRAY_FIELDS, SpecState, field_shape, name_step
-from funcspec.transitions.base import Kind, Transition
+from funcspec.transitions.base import Transition
+from funcspec.transitions.framework import Kind
 from funcspec.transitions.shapes import Shapes, in_blocks
 
 LOGITS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -73,6 +74,10 @@ class JaxTransition(Transition):
     def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, Any]:
         """Shapes only: the operation makes new arrays."""
         return {name: jax.ShapeDtypeStruct(shape, jax_dtype(dtype)) for name, (shape, dtype) in shapes(*sizes).items()}
+
+    def scratch_like(self, role: str, array: jax.Array) -> Any:
+        """A shape only."""
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
     def records(self, **shapes: tuple[int, ...]) -> Mapping[str, Any]:
         """Shapes only: the operation makes new arrays."""

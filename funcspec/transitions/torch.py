@@ -19,7 +19,8 @@ from funcspec.leases import Buffers, Lease, new_proposals
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import STRANGER, BlockCopies, Branch, Pool, RowBlocks
 from funcspec.state import ARRAY_FIELDS, ROUND_START, SpecState, name_step
-from funcspec.transitions.base import Kind, Transition
+from funcspec.transitions.base import Transition
+from funcspec.transitions.framework import Kind
 from funcspec.transitions.shapes import Shapes, in_blocks
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,6 +59,11 @@ class TorchTransition(Transition):
     def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, torch.Tensor]:
         """Buffers that all steps of a pool share."""
         return self._kept(role, (shapes, *sizes), _zeros, shapes, sizes, self.config.device)
+
+    def scratch_like(self, role: str, array: torch.Tensor) -> torch.Tensor:
+        """A buffer that all steps of a pool share."""
+        make = partial(torch.zeros, array.shape, dtype=array.dtype, device=array.device)
+        return self._kept(role, ("like", array.shape, array.dtype), make)
 
     def records(self, **shapes: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
         """New buffers, in one allocation for each shape."""

@@ -1,0 +1,259 @@
+"""An open step as the frameworks see it: what reads and writes arrays, in torch and in JAX.
+
+The bodies of the steps, in `funcspec.transitions.drafting` and `funcspec.transitions.judging`, are written once on top of it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from funcspec.config import SpecConfig
+from funcspec.kernels.choose_tokens import choose_tokens_
+from funcspec.kernels.op import Op
+from funcspec.kernels.window_inputs import window_inputs_
+from funcspec.models.base import Array, ForwardBatch, Model
+from funcspec.noise import DRAFT
+from funcspec.state import SpecState
+from funcspec.transitions.shapes import Shapes, choice_shapes, window_shapes
+
+Kind = Literal["an int32", "a float"]
+"""Elements of an array that a caller passes; floats are float32, bfloat16 or float16."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Inputs of a pass with the same number of places in each row; valid until the step's next pass of that width.
+
+    Attributes:
+        batch: what the model is given.
+        token_rows: [T] int32, the row of each place, -1 where there is no token.
+    """
+
+    batch: ForwardBatch
+    token_rows: Array
+
+
+class Framework(ABC):
+    """A step in progress, without the bodies of the steps.
+
+    Attributes:
+        config: the state's configuration.
+        name: the step's name, numbered, for messages.
+        fields: the small buffers, as attributes by name; read and, after the last forward, written through `run`.
+        phase, stamp, draft_steps: where in a round the input state is.
+        proposes_points: whether all drafts of the step's drafter are just proposed, whatever they were drawn from.
+    """
+
+    config: SpecConfig
+    name: str
+    fields: Any
+    phase: str
+    stamp: object
+    draft_steps: int
+    proposes_points: bool = False
+
+    def window(self, role: str, kind: int, width: int, *, limit: int, all_logits: bool = False) -> Window:
+        """Derive the inputs of a pass of `width` places a row (one kernel).
+
+        Args:
+            role: "target" or "draft".
+            kind: `FEED`, `DRAFTED` or `VERIFY` of `funcspec.kernels.window_inputs`.
+            width: places a row has.
+            limit: positions the model can take.
+            all_logits: whether logits are wanted everywhere, not only at each row's last token.
+        """
+        fields, config, table = self.fields, self.config, self.table(role)
+        out = self.run(
+            window_inputs_,
+            kind=kind,
+            tokens=fields.tokens,
+            num_tokens=fields.num_tokens,
+            fed_len=fields.draft_len,
+            num_draft=fields.num_draft,
+            num_drafted=fields.num_drafted,
+            is_live=fields.is_live,
+            block_tables=table,
+            block_size=config.block_size,
+            width=width,
+            limit=limit,
+            **self.scratch(role, window_shapes, config.max_num_reqs, width),
+        )
+        batch = ForwardBatch(
+            out["out_input_ids"],
+            out["out_positions"],
+            self.row_starts(width),
+            out["out_seq_lens"],
+            out["out_slot_mapping"],
+            table,
+            None if all_logits or width == 1 else out["out_last_token_indices"],
+            width,
+        )
+        return Window(batch, out["out_token_rows"])
+
+    def choose(
+        self,
+        role: str,
+        logits: Array,
+        window: Window,
+        *,
+        stream: int,
+        logits_indices: Array | None = None,
+        token_ids: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Choose a token from each row of logits [M, V]: arg-max at temperature 0, else drawn with the row's exact noise.
+
+        Noise of DRAFT differs from round to round. `logits_indices` [M] int32 may say which place of the window each row of logits is of,
+        -1 to choose none; `token_ids` [V] int32 which target ids the columns are.
+
+        Returns:
+            tokens [M] int32 in target ids, and [M] int32: 1 where logits were not finite or nothing was allowed.
+        """
+        out = self.run(
+            choose_tokens_,
+            logits=logits,
+            logits_indices=window.batch.logits_indices if logits_indices is None else logits_indices,
+            token_rows=window.token_rows,
+            positions=window.batch.positions,
+            temperature=self.fields.temperature,
+            seed=self.fields.seed,
+            stream=stream,
+            nonce_length=self.fields.num_tokens if stream == DRAFT else None,
+            token_ids=token_ids,
+            **self.scratch(role, choice_shapes, *logits.shape),
+        )
+        return out["out_tokens"], out["out_bad"]
+
+    @property
+    def judges_ratios(self) -> bool:
+        """Whether the rule asks what the drafts of a round were drawn from."""
+        return self.config.rule.judges_by == "ratio" and self.config.num_speculative_tokens > 0
+
+    def table(self, role: str) -> Array:
+        """Block table [R, N] of a role."""
+        return self.fields.block_tables if role == "target" else self.fields.draft_block_tables
+
+    # What the frameworks do in their own ways.
+
+    @abstractmethod
+    def run(self, op: Op, **arguments: Any) -> Mapping[str, Any]:
+        """Run an operation. A written argument that is named like a field is that field, and is from now on what was written.
+
+        The same holds for what `proposals` returns.
+
+        Returns:
+            the arguments by name, as they are after the operation.
+        """
+
+    @abstractmethod
+    def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, Array]:
+        """Buffers `shapes(*sizes)` of any contents, for use within the step."""
+
+    @abstractmethod
+    def scratch_like(self, role: str, array: Array) -> Array:
+        """A buffer of an array's shape and dtype and of any contents, for use within the step."""
+
+    @abstractmethod
+    def records(self, **shapes: tuple[int, ...]) -> Mapping[str, Array]:
+        """New int32 buffers for an info record, which no later step touches."""
+
+    @abstractmethod
+    def proposals(self, *, write: bool = False) -> Mapping[str, Array]:
+        """What this round's drafts were drawn from, by the names in `funcspec.leases.PROPOSALS`.
+
+        Args:
+            write: whether they will be written. To read them, the result may be empty: nothing was drafted.
+        """
+
+    @abstractmethod
+    def put_proposals(self, **values: Array) -> None:
+        """Replace some of the proposals by arrays of their shapes and dtypes, of the framework or on the host."""
+
+    @abstractmethod
+    def copied(self, array: Array) -> Array:
+        """An array as it is now, which no later step touches."""
+
+    @abstractmethod
+    def detached(self, array: Array) -> Array:
+        """An array that no gradient flows through."""
+
+    @abstractmethod
+    def constant(self, value: int) -> Array:
+        """[R] int32 of one value, read only."""
+
+    @abstractmethod
+    def vector(self, values: Sequence[int]) -> Array:
+        """[R] int32 of these values."""
+
+    @abstractmethod
+    def row_starts(self, width: int) -> Array:
+        """[R + 1] int32: where each row's places begin in a window of `width` places a row."""
+
+    @abstractmethod
+    def is_array(self, value: object) -> bool:
+        """Whether a value is an array of the framework."""
+
+    @abstractmethod
+    def check_array(self, argument: str, value: Any, shape: tuple[int, ...], kind: Kind, fix: str) -> None:
+        """Refuse what is not an array of the framework with this shape and kind of elements, on the state's device."""
+
+    @abstractmethod
+    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> Array:
+        """Run the model on the role's KV and check what it returns: logits [count, model.vocab_size]."""
+
+    @abstractmethod
+    def prepare_write(self, role: str) -> None:
+        """Make sure the step may write the role's KV.
+
+        Raises:
+            PoolExhaustedError: no room to copy on write; nothing was written.
+        """
+
+    @abstractmethod
+    def advance(self, role: str) -> None:
+        """Note that the step wrote the role's KV past the committed length."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Note that what was scored is committed."""
+
+    @abstractmethod
+    def close(self, phase: str, *, stamp: object = None, draft_steps: int = 0) -> SpecState:
+        """Turn the transition into the new state; a donated input dies here."""
+
+    # For admission, release and restoring, outside the rounds.
+
+    @abstractmethod
+    def reserve(self, role: str, counts: Sequence[int]) -> list[Any]:
+        """Take `counts[i]` free blocks for the i-th new row, all or nothing.
+
+        Raises:
+            PoolExhaustedError: too few free blocks; nothing was taken.
+        """
+
+    @abstractmethod
+    def ingest(self, role: str, model: Model, blocks: Any, tokens: Sequence[int], chunk: int) -> torch.Tensor | None:
+        """Feed the first tokens of a row into blocks that `reserve` returned, `chunk` at a time; logits [1, V] after the last one."""
+
+    @abstractmethod
+    def put_cache(self, role: str, blocks: Any, values: Mapping[str, torch.Tensor]) -> None:
+        """Write the first tokens of a row into blocks that `reserve` returned: each entry's [num_layers, length, *shape]."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Note that the next step may write where older states still read."""
+
+    @abstractmethod
+    def put_rows(self, rows: Sequence[int], values: Mapping[str, Any], blocks: Mapping[str, Sequence[Any]]) -> None:
+        """Write whole rows of the fields.
+
+        Args:
+            rows: row numbers.
+            values: by field, one entry for each of the rows; block tables are not among them.
+            blocks: by role, what `reserve` returned for each of the rows, or None to let go of a row's blocks.
+        """
+
+
+__all__ = ["Framework", "Kind", "Window"]
