@@ -13,10 +13,19 @@ from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, CapacityError, ModelError, refuse
 from funcspec.kernels.acceptance import AT_LENGTH, NOT_FINISHED, STOPPED
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
-from funcspec.leases import JaxLease, Lease, host_copy
+from funcspec.leases import FEATURES, JaxLease, Lease, host_copy
 from funcspec.models.base import Model
 from funcspec.noise import TARGET
-from funcspec.partners import check_drafter, check_framework, check_model, check_partner, framework_of, partner_model, partner_of
+from funcspec.partners import (
+    check_drafter,
+    check_features,
+    check_framework,
+    check_model,
+    check_partner,
+    framework_of,
+    partner_model,
+    partner_of,
+)
 from funcspec.requests import Request, validate
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, ROUND_START, SpecState, check_phase, check_state, field_shape
 from funcspec.transitions import open_step
@@ -76,6 +85,7 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
         draft_model = drafter.kv_model
         if draft_model is not None:
             check_model("drafter", draft_model, config)
+            check_features(draft_model, target)
     check_framework(config, target, draft_model)
     partners = {"target": partner_of(target)} | ({} if draft_model is None else {"draft": partner_of(draft_model)})
     lease = (JaxLease if framework_of(target) == "jax" else Lease).empty(config, partners)
@@ -151,17 +161,21 @@ def admit_requests(
     models = {"target": target} if draft_model is None else {"target": target, "draft": draft_model}
     reach = {role: min(model.max_len, state.config.max_model_len) for role, model in models.items()}
     blocks = {role: step.reserve(role, _block_counts(requests, reach[role], state.config)) for role in models}
-    firsts, flags = [], []
+    firsts, flags, last_features = [], [], []
+    lag, draft_limit = (0, 0) if draft_model is None else (step.partners["draft"].lag, draft_model.max_len)
+    held = [min(len(request.prompt) - lag, draft_limit) for request in requests]
     for index, request in enumerate(requests):
-        logits = step.ingest("target", target, blocks["target"][index], request.prompt, size)
-        token, bad = _first_token(logits, request, state.config.device)
-        if draft_model is not None:
-            step.ingest("draft", draft_model, blocks["draft"][index], request.prompt[: draft_model.max_len], size)
+        taken = {role: blocks[role][index] for role in models}
+        found = step.ingest_row(models, taken, request.prompt, {"target": len(request.prompt), "draft": held[index]}, size)
+        token, bad = _first_token(found.logits, request, state.config.device)
         firsts.append(token)
         flags.append(bad)
+        if found.features is not None:
+            last_features.append(found.features[-1:])
     reasons = [_first_reason(request, token) for request, token in zip(requests, firsts, strict=True)]
-    draft_limit = draft_model.max_len if draft_model is not None else 0
-    step.put_rows(chosen, _row_values(state.config, requests, firsts, reasons, flags, draft_limit), blocks)
+    step.put_rows(chosen, _row_values(state.config, requests, firsts, reasons, flags, held), blocks)
+    if last_features:
+        step.put_carried(chosen, {FEATURES: torch.stack(last_features)})
     return step.close(ROUND_START), Admitted(tuple(chosen), tuple(firsts), tuple(reasons), tuple(flags))
 
 
@@ -319,7 +333,7 @@ def _row_values(
     firsts: list[int],
     reasons: list[int],
     flags: list[int],
-    draft_limit: int,
+    draft_lens: list[int],
 ) -> dict[str, list[Any]]:
     """What the fields of admitted rows hold; every one is given, so that nothing of a row's former owner survives."""
 
@@ -332,7 +346,7 @@ def _row_values(
         "prompt_len": [len(request.prompt) for request in requests],
         "row_limit": [request.row_limit for request in requests],
         "min_len": [request.min_len for request in requests],
-        "draft_len": [min(len(request.prompt), draft_limit) for request in requests],
+        "draft_len": draft_lens,
         "num_draft": [0] * len(requests),
         "num_drafted": [0] * len(requests),
         "is_live": [int(reason == NOT_FINISHED) for reason in reasons],

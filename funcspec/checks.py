@@ -211,7 +211,7 @@ def preference_margin(
     config = SpecConfig(max_num_reqs=1, max_model_len=len(tokens) + 1, num_speculative_tokens=0, rule=rules.coupled, device=device)
     step = open_step(init(config, target), "preference_margin", donate=False)
     (blocks,) = step.reserve("target", [config.blocks_per_row])
-    logits = step.ingest("target", target, blocks, tokens, DEFAULT_CHUNK)
+    logits = step.ingest("target", target, blocks, tokens, DEFAULT_CHUNK).logits
     assert logits is not None
     scores = logits[0].float().cpu()
     scores[list(forbidden)] = -float("inf")

@@ -14,9 +14,9 @@ import torch
 from funcspec.config import SpecConfig
 from funcspec.errors import BackendError, StateError, StepOrderError, refuse
 from funcspec.kernels.acceptance import NOT_FINISHED
-from funcspec.leases import Buffers, Lease, new_proposals
+from funcspec.leases import Buffers, Lease, new_carried
 from funcspec.pool import Branch
-from funcspec.state import ROUND_START, SCORED, SpecState, check_phase, check_state, name_step
+from funcspec.state import SCORED, SpecState, check_phase, check_state, name_step
 from funcspec.steps import Verdict
 from funcspec.transitions.torch import TorchTransition
 
@@ -78,7 +78,7 @@ class Captured:
             if writes:
                 step.prepare_write(role)
         if step.fields is not self._buffers:
-            self._buffers.copy_(step.fields, {} if self._before == ROUND_START else step.proposals())
+            self._buffers.copy_(step.fields, lease.carried())
             step.fields = self._buffers
         self._graph.replay()
         for role, (writes, guarded) in self._writes.items():
@@ -123,10 +123,10 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
-            step(_twin(state, _with_proposals(Buffers.filled(state.config), lease)), *arguments, donate=True, **settings)
+            step(_twin(state, _with_carried(Buffers.filled(state.config), lease)), *arguments, donate=True, **settings)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    twin = _twin(state, _with_proposals(lease.buffers.packed(), lease))
+    twin = _twin(state, _with_carried(lease.buffers.packed(), lease))
     before = _torch_lease(twin, name)
     branches = before.target, before.draft
     try:
@@ -222,9 +222,9 @@ def _twin(state: SpecState, buffers: Buffers) -> SpecState:
     return SpecState(state.config, twin)
 
 
-def _with_proposals(buffers: Buffers, lease: Lease) -> Buffers:
-    """Give buffers the lease's proposals, or new ones, so that recording allocates none."""
-    buffers.proposals = lease.copied_proposals() or new_proposals(lease.config, lease.models)
+def _with_carried(buffers: Buffers, lease: Lease) -> Buffers:
+    """Give buffers what the lease carries along, and new arrays for the rest, so that recording allocates none."""
+    buffers.carried = new_carried(lease.config, lease.models) | lease.copied_carried()
     return buffers
 
 

@@ -19,39 +19,49 @@ from jax.core import Tracer
 from funcspec.config import SpecConfig
 from funcspec.errors import ArgumentTypeError, DonatedStateError, StateError, refuse
 from funcspec.interop import jax_dtype
-from funcspec.models.base import KVSpec
+from funcspec.models.base import FeatureSpec, KVSpec
 from funcspec.pool import STRANGER, Branch, Pool
 from funcspec.state import ARRAY_FIELDS, ROUND_START, field_shape, name_step
 
 ALIGNMENT = 64
 
 PROPOSALS = ("draft_logits", "draft_normalisers", "is_point")
-"""What a ratio rule needs to know of this round's drafts, by name; see `proposal_layout`."""
+"""What a ratio rule needs to know of this round's drafts, by name; see `carried_layout`."""
+
+FEATURES = "features"
+"""What a draft reads of its target's hidden states, by name; see `carried_layout`."""
+
+CARRIED = (*PROPOSALS, FEATURES)
 
 RowBlockIds = tuple[tuple[int, ...] | None, ...]
 """Ids of the KV blocks of each row, None for a row without any."""
 
 
-def proposal_layout(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, tuple[tuple[int, ...], torch.dtype, float]]:
-    """Shape, dtype and fill of what a state keeps of the distributions its drafts were drawn from; empty for rules that ask for none.
+def carried_layout(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, tuple[tuple[int, ...], torch.dtype, float]]:
+    """Shape, dtype and fill of the arrays that a state carries along besides its fields, as far as anything asks for them.
 
-    Logits are float32, which holds those of every model exactly, and lie at target ids: `verify` does not know a drafter's map. A state
-    without a draft model has none, and all its drafts are points.
+    For a ratio rule, the distributions that drafts were drawn from. Logits are float32, which holds those of every model exactly, and
+    lie at target ids: `verify` does not know a drafter's map. A state without a draft model has none, and all its drafts are points.
+
+    For a draft that reads hidden states, features: at the start of a round those of positions draft_len, draft_len + 1, ... up to the
+    last token but one, in mid-round at place 0 what the draft handed to its own next pass. float32 as well.
     """
     rows, most = config.max_num_reqs, config.num_speculative_tokens
+    spec = partners["draft"].features if "draft" in partners else None
+    features = {} if spec is None else {FEATURES: ((rows, most + 1, spec.size), torch.float32, 0.0)}
     if config.rule.judges_by != "ratio" or most == 0:
-        return {}
+        return features
     width = partners["target"].vocab_size if "draft" in partners else 0
-    return {
+    return features | {
         "draft_logits": ((rows, most, width), torch.float32, -float("inf")),
         "draft_normalisers": ((rows, most, 2), torch.int32, 0),
         "is_point": ((rows,), torch.int32, 0),
     }
 
 
-def new_proposals(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, torch.Tensor]:
+def new_carried(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, torch.Tensor]:
     """Allocate them."""
-    layout = proposal_layout(config, partners).items()
+    layout = carried_layout(config, partners).items()
     return {name: torch.full(shape, fill, dtype=dtype, device=config.device) for name, (shape, dtype, fill) in layout}
 
 
@@ -59,8 +69,8 @@ class Buffers:
     """The small buffers of one state: an arena and typed views on it, made when first used.
 
     Attributes:
-        proposals: what this round's drafts were drawn from, by name, if anything; owned by these buffers alone. Too large for the
-            arena, and worth nothing at the start of a round.
+        carried: what `carried_layout` names, if anything, by name; owned by these buffers alone. Too large for the arena, and partly worth
+            nothing at the start of a round.
         arena: [bytes] uint8, or None while the fields are loose arrays that a caller put in.
         views: the views made so far, by field name.
         holder: the newest lease over these buffers.
@@ -71,7 +81,7 @@ class Buffers:
         self.holder: weakref.ref[Lease] | None = None
         self.arena = arena
         self.views = views or {}
-        self.proposals: dict[str, torch.Tensor] = {}
+        self.carried: dict[str, torch.Tensor] = {}
 
     @staticmethod
     @functools.cache
@@ -133,13 +143,13 @@ class Buffers:
             return False
         return array.untyped_storage().data_ptr() == self.arena.untyped_storage().data_ptr()
 
-    def copy_(self, other: "Buffers", proposals: Mapping[str, torch.Tensor]) -> None:
-        """Take over the contents of other buffers, both in arenas: one memcpy; and these proposals."""
+    def copy_(self, other: "Buffers", carried: Mapping[str, torch.Tensor]) -> None:
+        """Take over the contents of other buffers, both in arenas: one memcpy; and these arrays carried along."""
         assert self.arena is not None
         assert other.arena is not None
         self.arena.copy_(other.arena)
-        for name, array in proposals.items():
-            self.proposals[name].copy_(array)
+        for name, array in carried.items():
+            self.carried[name].copy_(array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +159,12 @@ class Partner:
     vocab_size: int
     max_len: int
     kv_spec: KVSpec
+    features: FeatureSpec | None = None
+
+    @property
+    def lag(self) -> int:
+        """Tokens at the end of a row that have no position in the draft's cache: the newest one has no hidden state yet."""
+        return 0 if self.features is None else 1
 
 
 class Lease:
@@ -219,8 +235,9 @@ class Lease:
             role: Branch(Pool(role, partner.kv_spec, config.num_kv_blocks, config.block_size, config.device), (None,) * config.max_num_reqs)
             for role, partner in partners.items()
         }
-        known = [0] * config.max_num_reqs
-        return cls(Buffers.filled(config), name_step("init"), branches["target"], branches.get("draft"), partners, known)
+        known, buffers = [0] * config.max_num_reqs, Buffers.filled(config)
+        buffers.carried = {name: array for name, array in new_carried(config, partners).items() if name == FEATURES}
+        return cls(buffers, name_step("init"), branches["target"], branches.get("draft"), partners, known)
 
     @property
     def config(self) -> SpecConfig:
@@ -241,7 +258,7 @@ class Lease:
         # What still lies in the arena is copied: it may be written when the state it belongs to is donated.
         own = {name: array.clone() if self.buffers.holds(array) else array for name, array in arrays.items()}
         loose = Buffers(self.config, None, own)
-        loose.proposals = self.copied_proposals()
+        loose.carried = self.copied_carried()
         target = dataclasses.replace(self.target, version=STRANGER)
         draft = None if self.draft is None else dataclasses.replace(self.draft, version=STRANGER)
         known = [0] * len(self.known_num_tokens)
@@ -250,16 +267,16 @@ class Lease:
     def forked(self, seeds: torch.Tensor | None) -> "Lease":
         """Return a lease over a copy of the small buffers, which shares all blocks; with new seeds [R, 2] if there are any."""
         buffers = self.buffers.packed()
-        buffers.proposals = self.copied_proposals()
+        buffers.carried = self.copied_carried()
         if seeds is not None:
             buffers.seed.copy_(seeds)
         known = self.known_num_tokens
         name = name_step("fork")
         return Lease(buffers, name, self.target, self.draft, self.models, known, self.phase, self.stamp, self.draft_steps)
 
-    def copied_proposals(self) -> dict[str, torch.Tensor]:
-        """A copy of what this round's drafts were drawn from; nothing at the start of a round."""
-        return {name: array.clone() for name, array in self.proposals().items()}
+    def copied_carried(self) -> dict[str, torch.Tensor]:
+        """A copy of what is carried along and counts at this point of the round."""
+        return {name: array.clone() for name, array in self.carried().items()}
 
     def any_live(self) -> bool:
         """Whether a row is live; learns the rows' lengths on the way."""
@@ -274,9 +291,10 @@ class Lease:
         assert branch is not None
         return tuple(None if row is None else row.ids for row in branch.rows)
 
-    def proposals(self) -> Mapping[str, torch.Tensor]:
-        """What this round's drafts were drawn from, to read from."""
-        return {} if self.phase == ROUND_START else self.buffers.proposals
+    def carried(self) -> Mapping[str, torch.Tensor]:
+        """What is carried along and counts at this point of the round, to read from."""
+        carried = self.buffers.carried
+        return {name: carried[name] for name in carried if name == FEATURES} if self.phase == ROUND_START else carried
 
     def cache(self, role: str) -> Mapping[str, torch.Tensor]:
         """The role's KV buffers by entry name, to read from."""
@@ -327,7 +345,7 @@ class JaxLease:
     Attributes:
         config: the state's configuration.
         arrays: the fields by name.
-        kv: by role, each entry's `[num_layers, num_blocks, block_size, *shape]`; under a ratio rule also `PROPOSALS`, as "proposals".
+        kv: by role, each entry's `[num_layers, num_blocks, block_size, *shape]`; what `carried_layout` names, as "carried".
         models: the partners by role.
         phase, draft_steps: as in `Lease`.
     """
@@ -355,9 +373,9 @@ class JaxLease:
             }
             for role, partner in partners.items()
         }
-        layout = proposal_layout(config, partners).items()
+        layout = carried_layout(config, partners).items()
         if layout:
-            kv["proposals"] = {name: jnp.full(shape, fill, jax_dtype(dtype)) for name, (shape, dtype, fill) in layout}
+            kv["carried"] = {name: jnp.full(shape, fill, jax_dtype(dtype)) for name, (shape, dtype, fill) in layout}
         return cls(config, fields, kv, partners)
 
     def check(self, use: str) -> None:
@@ -388,9 +406,9 @@ class JaxLease:
         table = host_copy(self.arrays["block_tables" if role == "target" else "draft_block_tables"])
         return tuple(tuple(row[row >= 0].tolist()) or None for row in table)
 
-    def proposals(self) -> Mapping[str, Any]:
-        """What this round's drafts were drawn from, to read from."""
-        return self.kv.get("proposals", {})
+    def carried(self) -> Mapping[str, Any]:
+        """What is carried along, to read from."""
+        return self.kv.get("carried", {})
 
     def cache(self, role: str) -> Mapping[str, torch.Tensor]:
         """The role's KV by entry name, to read from."""
@@ -416,4 +434,16 @@ class _JaxStructure:
         return JaxLease(self.config, dict(zip(ARRAY_FIELDS, arrays, strict=True)), kv, dict(self.models), self.phase, self.draft_steps)
 
 
-__all__ = ["PROPOSALS", "Buffers", "JaxLease", "Lease", "Partner", "RowBlockIds", "host_copy", "new_proposals", "proposal_layout"]
+__all__ = [
+    "CARRIED",
+    "FEATURES",
+    "PROPOSALS",
+    "Buffers",
+    "JaxLease",
+    "Lease",
+    "Partner",
+    "RowBlockIds",
+    "carried_layout",
+    "host_copy",
+    "new_carried",
+]

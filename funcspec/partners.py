@@ -9,13 +9,18 @@ from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.leases import Partner
-from funcspec.models.base import Model
+from funcspec.models.base import FeatureSpec, Model
 from funcspec.state import SpecState
 
 
 def partner_of(model: Model) -> Partner:
     """What a state remembers of a model."""
-    return Partner(model.vocab_size, model.max_len, model.kv_spec)
+    return Partner(model.vocab_size, model.max_len, model.kv_spec, features_of(model))
+
+
+def features_of(model: Model) -> FeatureSpec | None:
+    """What a draft reads of its target's hidden states: its attribute `features`, if it has one."""
+    return getattr(model, "features", None)
 
 
 def partner_model(state: SpecState, target: Model | None, drafter: Drafter | None) -> Model | None:
@@ -46,10 +51,10 @@ def check_drafter(drafter: object) -> None:
 def check_partner(argument: str, model: Model, partner: Partner, framework: str) -> None:
     """Refuse a model whose sizes or framework differ from those of the model the state was made for."""
     try:
-        found = (model.vocab_size, model.max_len, model.kv_spec)
+        found = (model.vocab_size, model.max_len, model.kv_spec, features_of(model))
     except AttributeError:
         _refuse_model(argument, model)
-    if found != (partner.vocab_size, partner.max_len, partner.kv_spec) or framework_of(model) != framework:
+    if found != (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features) or framework_of(model) != framework:
         raise ModelError(
             f"{argument}: expected the model the state was made for (of {framework}, vocabulary {partner.vocab_size}, "
             f"max_len {partner.max_len}, {partner.kv_spec.num_layers} KV layers), got one of {framework_of(model)}, vocabulary {found[0]}, "
@@ -76,6 +81,24 @@ def check_model(argument: str, model: object, config: SpecConfig) -> None:
     if device is not None and torch.device(device).type != torch.device(config.device).type:
         raise ModelError(
             f"{argument}: expected a model on {config.device}, got one on {device}. Fix: move the model, or set SpecConfig.device."
+        )
+
+
+def check_features(draft_model: Model, target: Model) -> None:
+    """Refuse a draft that reads hidden states which the target does not have, as far as the target says what it has."""
+    spec = features_of(draft_model)
+    if spec is None:
+        return
+    size, layers = getattr(target, "hidden_size", None), getattr(target, "num_layers", None)
+    if size is not None and spec.size != size * len(spec.layers):
+        raise ModelError(
+            f"drafter: expected a draft for hidden states of {size} from {len(spec.layers)} layers, {size * len(spec.layers)} in all, "
+            f"got one for {spec.size}. Fix: use the draft that was trained for this target."
+        )
+    if layers is not None and max(spec.layers) > layers:
+        raise ModelError(
+            f"drafter: expected a draft for hidden states 0 to {layers}, got one for {spec.layers}. "
+            "Fix: use the draft that was trained for this target."
         )
 
 

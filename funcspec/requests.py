@@ -135,4 +135,4 @@ def _min_len(min_tokens: Any, max_tokens: Any, prompt_len: int, config: SpecConf
         refuse("min_tokens", "0 in this configuration", min_tokens, "make the state with SpecConfig(allows_min_tokens=True)")
     if max_tokens is not None and min_tokens > max_tokens:
         refuse("min_tokens", f"at most max_tokens = {max_tokens}", min_tokens, "ask for fewer tokens at least, or more at most")
-    return prompt_len + min_tokens
+    return min(prompt_len + min_tokens, config.max_model_len)

@@ -12,7 +12,7 @@ from funcspec.admission import DEFAULT_CHUNK, free_rows, row_numbers
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, StepOrderError, refuse
-from funcspec.leases import PROPOSALS, JaxLease, Lease, Partner, host_copy
+from funcspec.leases import FEATURES, PROPOSALS, JaxLease, Lease, Partner, host_copy
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, check_partner, framework_of, partner_model
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_phase, check_state
@@ -46,7 +46,7 @@ class Snapshot:
         fields: every small buffer but the block tables, as NumPy arrays.
         caches: the models' KV by role.
         framework: "torch" or "jax", what the state was of; no part of the value.
-        proposals: what the round's drafts were drawn from, by the names in `funcspec.leases.PROPOSALS`; empty where no rule asks.
+        carried: what the state carries along, by the names in `funcspec.leases.CARRIED`; empty where no rule and no draft asks.
     """
 
     config: SpecConfig
@@ -55,7 +55,7 @@ class Snapshot:
     fields: dict[str, np.ndarray]
     caches: dict[str, Cache]
     framework: str
-    proposals: dict[str, np.ndarray] = field(default_factory=dict)
+    carried: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -63,8 +63,8 @@ class Snapshot:
         hashed = hashlib.sha256(repr((self.config, self.phase, self.draft_steps)).encode())
         for name in sorted(self.fields):
             hashed.update(name.encode() + self.fields[name].tobytes())
-        for name in sorted(self.proposals):
-            hashed.update(name.encode() + self.proposals[name].tobytes())
+        for name in sorted(self.carried):
+            hashed.update(name.encode() + self.carried[name].tobytes())
         for role in sorted(self.caches):
             cache = self.caches[role]
             hashed.update(repr((role, cache.partner, cache.lengths, cache.rows is None)).encode())
@@ -122,7 +122,7 @@ def snapshot(state: SpecState, *, kv: bool = True, rows: Sequence[int] | None = 
         limit = lease.models["draft"].max_len
         lengths["draft"] = np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), limit)
     caches = {role: _copy_cache(lease, role, chosen, lengths[role].tolist(), kv) for role in lease.models}
-    return Snapshot(config, lease.phase, lease.draft_steps, fields, caches, lease.framework, _copy_proposals(lease, chosen, fields))
+    return Snapshot(config, lease.phase, lease.draft_steps, fields, caches, lease.framework, _copy_carried(lease, chosen, fields))
 
 
 def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | None = None, *, framework: str | None = None) -> SpecState:
@@ -151,13 +151,13 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
     partners = {role: cache.partner for role, cache in snapshot.caches.items()}
     empty = SpecState(snapshot.config, (JaxLease if framework == "jax" else Lease).empty(snapshot.config, partners))
     step = open_step(empty, "restore", donate=True)
-    blocks = {role: _fill_cache(step, role, cache, models[role], snapshot.fields) for role, cache in snapshot.caches.items()}
+    blocks = _fill_caches(step, snapshot, models)
     if "draft" in blocks and snapshot.phase == DRAFTING:
         step.advance("draft")  # a state in mid-round relies on places past its committed length
     values = {name: array.copy() for name, array in snapshot.fields.items()}
-    step.put_rows(range(snapshot.config.max_num_reqs), values, blocks)
-    if snapshot.proposals:
-        step.put_proposals(**{name: array.copy() for name, array in snapshot.proposals.items()})
+    rows = range(snapshot.config.max_num_reqs)
+    step.put_rows(rows, values, blocks)
+    step.put_carried(rows, {name: array.copy() for name, array in snapshot.carried.items()})
     return step.close(snapshot.phase, draft_steps=snapshot.draft_steps)
 
 
@@ -213,8 +213,9 @@ def resume(
     models = {"target": target, "draft": partner_model(state, target, drafter) if drafter is not None else None}
     _check_models(snapshot, models, state.framework)
     step = open_step(state, "resume", donate=donate)
-    blocks = {role: _fill_cache(step, role, cache, models[role], snapshot.fields) for role, cache in snapshot.caches.items()}
+    blocks = _fill_caches(step, snapshot, models)
     step.put_rows(chosen, {name: array.copy() for name, array in snapshot.fields.items()}, blocks)
+    step.put_carried(chosen, {name: array.copy() for name, array in snapshot.carried.items()})
     return step.close(ROUND_START)
 
 
@@ -233,20 +234,32 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
             raise ModelError(
                 f"{argument}: expected the model, as this snapshot has no KV, got None. Fix: pass target and drafter to restore."
             )
+        if cache.rows is None and cache.partner.features is not None and snapshot.phase == DRAFTING:
+            raise ModelError(
+                "snapshot: expected KV in a snapshot taken in mid-round for a draft that reads hidden states, got none. "
+                "Fix: take it with kv=True, or at the start of a round."
+            )
     return wanted
 
 
-def _copy_proposals(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What drafts were drawn from, where that counts; everything else at its fill, so that equal futures are equal values."""
-    made = fields["num_drafted"]
-    if not made.any() or not lease.proposals():
-        return {}
-    logits, totals, points = (host_copy(lease.proposals()[name])[chosen] for name in PROPOSALS)
-    judged = (fields["temperature"] > 0) & (made > 0)
-    points = ((points != 0) & judged).astype(np.int32)
-    counts = (np.arange(totals.shape[1]) < made[:, None]) & (judged & (points == 0))[:, None]
-    logits = np.where(counts[:, :, None], logits, np.float32(-np.inf))
-    found: dict[str, np.ndarray] = dict(zip(PROPOSALS, (logits, np.where(counts[:, :, None], totals, 0), points), strict=True))
+def _copy_carried(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a state carries along, where that counts; everything else at its fill, so that equal futures are equal values."""
+    held, made = lease.carried(), fields["num_drafted"]
+    found: dict[str, np.ndarray] = {}
+    if made.any() and set(PROPOSALS) <= set(held):
+        logits, totals, points = (host_copy(held[name])[chosen] for name in PROPOSALS)
+        judged = (fields["temperature"] > 0) & (made > 0)
+        points = ((points != 0) & judged).astype(np.int32)
+        counts = (np.arange(totals.shape[1]) < made[:, None]) & (judged & (points == 0))[:, None]
+        logits = np.where(counts[:, :, None], logits, np.float32(-np.inf))
+        found.update(zip(PROPOSALS, (logits, np.where(counts[:, :, None], totals, 0), points), strict=True))
+    if FEATURES in held:
+        features, spec = host_copy(held[FEATURES])[chosen], lease.models["draft"].features
+        assert spec is not None
+        drafting = lease.phase == DRAFTING
+        counts, width = (made > 0, spec.feedback) if drafting else (fields["num_tokens"] - 1 - fields["draft_len"], spec.size)
+        counts = np.arange(features.shape[1]) < np.asarray(counts)[:, None]
+        found[FEATURES] = np.where(counts[:, :, None] & (np.arange(features.shape[2]) < width), features, np.float32(0))
     for values in found.values():
         values.flags.writeable = False
     return found
@@ -273,17 +286,24 @@ def _read_row(buffers: Mapping[str, torch.Tensor], ids: tuple[int, ...], length:
     return found
 
 
-def _fill_cache(step: Transition, role: str, cache: Cache, model: Model | None, fields: dict[str, np.ndarray]) -> list[Any]:
-    """Give every row its blocks and what was in them; returns the blocks by row."""
-    taken = iter(step.reserve(role, [count for count in cache.num_blocks if count is not None]))
-    blocks = [None if count is None else next(taken) for count in cache.num_blocks]
-    for index, (row, length) in enumerate(zip(blocks, cache.lengths, strict=True)):
+def _fill_caches(step: Transition, snapshot: Snapshot, models: Mapping[str, Model | None]) -> dict[str, list[Any]]:
+    """Give every row its blocks and what was in them; returns the blocks by role and row."""
+    blocks: dict[str, list[Any]] = {}
+    for role, cache in snapshot.caches.items():
+        taken = iter(step.reserve(role, [count for count in cache.num_blocks if count is not None]))
+        blocks[role] = [None if count is None else next(taken) for count in cache.num_blocks]
+    for index, row in enumerate(blocks["target"]):
         if row is None:
             continue
-        if cache.rows is not None:
-            step.put_cache(role, row, _tensors(cache.partner, cache.rows[index], length))
-        elif model is not None:
-            step.ingest(role, model, row, fields["tokens"][index, :length].tolist(), DEFAULT_CHUNK)
+        own = {role: taken[index] for role, taken in blocks.items()}
+        counts = {role: cache.lengths[index] for role, cache in snapshot.caches.items()}
+        for role, cache in snapshot.caches.items():
+            if cache.rows is not None:
+                step.put_cache(role, own[role], _tensors(cache.partner, cache.rows[index], counts[role]))
+        if any(cache.rows is None for cache in snapshot.caches.values()):
+            known = {role: model for role, model in models.items() if model is not None}
+            tokens = snapshot.fields["tokens"][index].tolist()
+            step.ingest_row(known, own, tokens, counts, DEFAULT_CHUNK)
     return blocks
 
 

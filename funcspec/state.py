@@ -101,7 +101,7 @@ class SpecState:
 
     @property
     def kv(self) -> Any:
-        """Keys and values of a JAX state: arrays by role ("target", "draft") and entry name; "proposals" under the ratio rule.
+        """Keys and values of a JAX state, by role ("target", "draft") and entry name; as "carried" what a rule or a draft needs besides.
 
         Raises:
             AttributeError: the state is of torch, whose KV lies in pools that states share and steps write to.

@@ -18,7 +18,7 @@ from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, FileError, FuncspecError, refuse
 from funcspec.kernels.acceptance import AT_LENGTH
-from funcspec.leases import Partner, proposal_layout
+from funcspec.leases import PROPOSALS, Partner, carried_layout
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, partner_of
 from funcspec.snapshots import Cache, Snapshot, restore, snapshot
@@ -52,7 +52,7 @@ def save(state: SpecState | Snapshot, path: str | os.PathLike[str], *, kv: bool 
     """
     taken = state if isinstance(state, Snapshot) else snapshot(state, kv=kv)
     arrays = {f"fields.{name}": np.ascontiguousarray(values) for name, values in taken.fields.items()}
-    arrays |= {f"proposals.{name}": np.ascontiguousarray(values) for name, values in taken.proposals.items()}
+    arrays |= {f"carried.{name}": np.ascontiguousarray(values) for name, values in taken.carried.items()}
     for role, cache in taken.caches.items():
         for index, row in enumerate(cache.rows or ()):
             arrays |= {f"kv.{role}.{index}.{name}": values for name, values in row.items()}
@@ -122,6 +122,8 @@ def _describe(cache: Cache) -> dict[str, Any]:
     partner = cache.partner
     entries = [[entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch.")] for entry in partner.kv_spec.entries]
     model = {"vocab_size": partner.vocab_size, "max_len": partner.max_len, "num_layers": partner.kv_spec.num_layers, "entries": entries}
+    if partner.features is not None:
+        model["features"] = asdict(partner.features) | {"layers": list(partner.features.layers)}
     return {"model": model, "lengths": list(cache.lengths), "num_blocks": list(cache.num_blocks), "kv": cache.rows is not None}
 
 
@@ -143,12 +145,12 @@ def _read(file: Any, partners: dict[str, Partner], wanted: SpecConfig | None) ->
     caches = {role: _cache(file, role, header["caches"][role], partner, config) for role, partner in partners.items()}
     if any(live and count is None for live, count in zip(fields["is_live"].tolist(), caches["target"].num_blocks, strict=True)):
         _damaged("blocks for every live row", str(caches["target"].num_blocks)[:120])
-    proposals = _proposals(file, partners, config)
-    names = {f"fields.{name}" for name in SAVED_FIELDS} | {f"proposals.{name}" for name in proposals}
+    carried = _carried(file, partners, config)
+    names = {f"fields.{name}" for name in SAVED_FIELDS} | {f"carried.{name}" for name in carried}
     names |= {f"kv.{role}.{i}.{n}" for role, cache in caches.items() for i, row in enumerate(cache.rows or ()) for n in row}
     if set(file.keys()) != names:
         _damaged(f"{len(names)} arrays", f"also or without {sorted(set(file.keys()) ^ names)[:3]}")
-    taken = Snapshot(config, phase, steps, fields, caches, header["framework"], proposals)
+    taken = Snapshot(config, phase, steps, fields, caches, header["framework"], carried)
     if _digest(taken) != header["digest"]:
         _damaged(f"contents of digest {str(header['digest'])[:12]}", _digest(taken)[:12])
     return taken
@@ -190,16 +192,16 @@ def _field(file: Any, name: str, config: SpecConfig) -> np.ndarray:
     return values
 
 
-def _proposals(file: Any, partners: dict[str, Partner], config: SpecConfig) -> dict[str, np.ndarray]:
-    """What drafts were drawn from, if the file has it."""
-    layout = proposal_layout(config, partners)
-    if not any(f"proposals.{name}" in file.keys() for name in layout):  # noqa: SIM118
-        return {}
+def _carried(file: Any, partners: dict[str, Partner], config: SpecConfig) -> dict[str, np.ndarray]:
+    """What the state carries along, as far as the file has it."""
+    layout = carried_layout(config, partners)
+    if not any(f"carried.{name}" in file.keys() for name in PROPOSALS):  # noqa: SIM118
+        layout = {name: declared for name, declared in layout.items() if name not in PROPOSALS}
     found = {}
     for name, (shape, dtype, _) in layout.items():
-        found[name] = _array(file, f"proposals.{name}", shape, np.dtype(str(dtype).removeprefix("torch.")))
+        found[name] = _array(file, f"carried.{name}", shape, np.dtype(str(dtype).removeprefix("torch.")))
         found[name].flags.writeable = False
-    if (found["draft_normalisers"][:, :, 1] < 0).any() or not np.isin(found["is_point"], (0, 1)).all():
+    if "is_point" in found and ((found["draft_normalisers"][:, :, 1] < 0).any() or not np.isin(found["is_point"], (0, 1)).all()):
         _damaged("normalisers of at least 0, and flags", "others")
     return found
 
@@ -221,6 +223,7 @@ def _check_values(fields: dict[str, np.ndarray], config: SpecConfig, vocab_size:
     """Refuse lengths that would reach outside of a row, ids outside of the vocabulary, and values no step could have written."""
     most, drafts = config.max_model_len, config.num_speculative_tokens
     bounds = {"num_tokens": most, "prompt_len": most, "row_limit": most, "draft_len": most, "num_draft": drafts, "num_drafted": drafts}
+    bounds["min_len"] = most
     bounds |= {"is_live": 1, "finish_reason": AT_LENGTH, "bad_row": 1}
     for name, high in bounds.items():
         low, top = int(fields[name].min()), int(fields[name].max())

@@ -75,7 +75,7 @@ def test_siblings_do_not_share_what_they_write(donate: bool) -> None:
     for _ in range(2):
         other, _ = fs.decode(other, DRAFTER, donate=donate)
     branch, _ = fs.decode(reseeded, DRAFTER, donate=donate)
-    addresses = {one.lease.proposals()["draft_logits"].data_ptr() for one in (state, longer, released, scored, branch, other)}
+    addresses = {one.lease.carried()["draft_logits"].data_ptr() for one in (state, longer, released, scored, branch, other)}
     assert len(addresses) == 6
     for one in (branch, other):
         assert fs.snapshot(one) != before[1]
@@ -96,8 +96,8 @@ def test_equal_futures_are_equal_snapshots() -> None:
         assert fs.snapshot(one) == fs.snapshot(two)
     other = fs.restore(fs.snapshot(one))
     changed = fs.snapshot(other)
-    changed.proposals["draft_normalisers"].flags.writeable = True
-    changed.proposals["draft_normalisers"][0, 0, 0] += 1
+    changed.carried["draft_normalisers"].flags.writeable = True
+    changed.carried["draft_normalisers"][0, 0, 0] += 1
     assert changed != fs.snapshot(one)
 
 
@@ -149,10 +149,10 @@ def test_a_failed_round_goes_on_as_if_it_had_not_been() -> None:
 
 def test_other_rules_keep_nothing() -> None:
     state = middle()
-    assert set(state.lease.proposals()) == {"draft_logits", "draft_normalisers", "is_point"}
-    assert tuple(state.lease.proposals()["draft_logits"].shape) == (3, 3, VOCAB)
+    assert set(state.lease.carried()) == {"draft_logits", "draft_normalisers", "is_point"}
+    assert tuple(state.lease.carried()["draft_logits"].shape) == (3, 3, VOCAB)
     other = fs.prefill(admitted(config(rows=3, length=LENGTH, rule=fs.rules.coupled)), DRAFTER)[0]
-    assert not other.lease.proposals() and not fs.snapshot(other).proposals
+    assert not other.lease.carried() and not fs.snapshot(other).carried
 
 
 def test_donated_rounds_keep_their_buffers() -> None:
@@ -160,7 +160,7 @@ def test_donated_rounds_keep_their_buffers() -> None:
     addresses = set()
     for _ in range(4):
         state, _ = fs.prefill(state, DRAFTER, donate=True)
-        addresses.add(state.lease.proposals()["draft_logits"].data_ptr())
+        addresses.add(state.lease.carried()["draft_logits"].data_ptr())
         state, _ = fs.verify(state, TARGET, donate=True)
     assert len(addresses) == 1
 
@@ -229,7 +229,7 @@ def test_jax_states_have_equal_structures() -> None:
     start = admitted(config(rows=3, length=LENGTH, rule=RATIO), target, drafter)
     after, _ = fs.step_round(start, target, drafter)
     assert jax.tree.structure(start) == jax.tree.structure(after) == jax.tree.structure(fs.fork(start))
-    assert set(start.kv) == {"target", "draft", "proposals"}
+    assert set(start.kv) == {"target", "draft", "carried"}
     plain = fs.init(config(rows=3, length=LENGTH, rule=fs.rules.coupled), target, drafter)
     assert set(plain.kv) == {"target", "draft"}
 

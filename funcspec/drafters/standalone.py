@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import torch
 
 from funcspec.config import SpecConfig
-from funcspec.errors import ArgumentTypeError, ModelError, refuse
+from funcspec.drafters.pairs import check_draft, check_pair
+from funcspec.errors import ModelError, refuse
 from funcspec.models.base import Array, Model
 
 if TYPE_CHECKING:
@@ -31,31 +29,7 @@ class Standalone:
 
     def init(self, config: SpecConfig, target: Model) -> None:
         """Check the pair: vocabularies, ids, fingerprints."""
-        drawn = self.model.vocab_size
-        if self.token_ids is None and drawn != target.vocab_size:
-            raise ModelError(
-                f"drafter: expected the target's vocabulary of {target.vocab_size}, got a draft of {drawn}. "
-                "Fix: use a draft of the same tokenizer, or pass token_ids, the map from draft ids to target ids."
-            )
-        if self.token_ids is not None:
-            low, high = int(self.token_ids.min()), int(self.token_ids.max())
-            if low < 0 or high >= target.vocab_size:
-                raise ModelError(
-                    f"token_ids: expected target ids from 0 to {target.vocab_size - 1}, got ids from {low} to {high}. "
-                    "Fix: pass the map that belongs to this pair of models."
-                )
-        readable = getattr(self.model, "input_vocab_size", drawn if self.token_ids is None else target.vocab_size)
-        if readable < target.vocab_size:
-            raise ModelError(
-                f"drafter: expected a draft that can read all {target.vocab_size} target ids, got an embedding of {readable}. "
-                "Fix: use a draft with the target's input vocabulary."
-            )
-        ours, theirs = (getattr(model, "vocab_fingerprint", None) for model in (self.model, target))
-        if ours is not None and theirs is not None and ours != theirs:
-            raise ModelError(
-                f"drafter: expected the target's vocabulary fingerprint {theirs!r}, got {ours!r}. "
-                "Fix: the ids mean different tokens; use a draft of the same tokenizer."
-            )
+        check_pair(self.model, self.token_ids, target)
 
     def first(self, transition: "Transition", wanted: Array) -> None:
         """Feed what was committed and draft the first token."""
@@ -92,6 +66,7 @@ def standalone(model: Model, token_ids: Array | None = None) -> Standalone:
     Raises:
         ArgumentTypeError: `token_ids` is not a one-dimensional int32 array, or `model` is not a model.
         ArgumentError: `token_ids` does not have one distinct entry for each output of the model.
+        ModelError: the model reads hidden states of a target.
 
     Example:
         >>> import funcspec as fs
@@ -99,28 +74,7 @@ def standalone(model: Model, token_ids: Array | None = None) -> Standalone:
 
     Reference: Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
     """
-    if not isinstance(model, Model) or isinstance(model, type):
-        refuse(
-            "model",
-            "a Model (vocab_size, max_len, kv_spec, forward)",
-            f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__,
-            "wrap it with a function of funcspec.models",
-            ArgumentTypeError,
-        )
-    if token_ids is not None:
-        of_jax = getattr(model, "framework", "torch") == "jax"
-        kind, int32 = (jax.Array, jnp.int32) if of_jax else (torch.Tensor, torch.int32)
-        if not isinstance(token_ids, kind) or token_ids.dtype != int32 or token_ids.ndim != 1:
-            refuse(
-                "token_ids",
-                f"a one-dimensional int32 {'jax.Array' if of_jax else 'tensor'}",
-                getattr(token_ids, "dtype", type(token_ids).__name__),
-                "convert it",
-                ArgumentTypeError,
-            )
-        count, distinct = len(token_ids), len(np.unique(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids)))
-        if count != model.vocab_size or distinct != count:
-            refuse(
-                "token_ids", f"{model.vocab_size} distinct ids", f"{distinct} distinct of {count}", "give every draft id its own target id"
-            )
+    check_draft("model", model, token_ids)
+    if getattr(model, "features", None) is not None:
+        refuse("model", "a language model", "a draft that reads hidden states", "make a drafter of it with eagle or parallel", ModelError)
     return Standalone(model, token_ids)

@@ -118,6 +118,7 @@ def choose_tokens_kernel(
     logits_stride,
     vocab_size,
     num_parts,
+    position_offset,
     STREAM: tl.constexpr,
     HAS_INDICES: tl.constexpr,
     HAS_NONCE: tl.constexpr,
@@ -132,7 +133,7 @@ def choose_tokens_kernel(
     row = tl.load(token_rows_ptr + flat, mask=flat >= 0, other=-1).to(tl.int64)
     if row >= 0:
         temperature = tl.load(temperature_ptr + row)
-        position = tl.load(positions_ptr + flat).to(tl.uint32)
+        position = (tl.load(positions_ptr + flat) + position_offset).to(tl.uint32)
         low = tl.load(seed_ptr + row * 2).to(tl.uint32, bitcast=True)
         high = tl.load(seed_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
         nonce = tl.full((), 0, tl.uint32)
@@ -215,6 +216,7 @@ def _launch_choose_tokens(
     stream: int,
     nonce_length: torch.Tensor | None,
     token_ids: torch.Tensor | None,
+    position_offset: int = 0,
     out_tokens: torch.Tensor,
     out_bad: torch.Tensor,
     scratch_scores: torch.Tensor,
@@ -244,6 +246,7 @@ def _launch_choose_tokens(
         logits.stride(0),
         vocab_size,
         parts,
+        position_offset,
         STREAM=stream,
         HAS_INDICES=logits_indices is not None,
         HAS_NONCE=nonce_length is not None,
@@ -344,6 +347,7 @@ def choose_tokens_reference_(
     stream: int,
     nonce_length: torch.Tensor | None,
     token_ids: torch.Tensor | None,
+    position_offset: int = 0,
     out_tokens: torch.Tensor,
     out_bad: torch.Tensor,
     scratch_scores: torch.Tensor,
@@ -382,7 +386,7 @@ def choose_tokens_reference_(
         row_of = np.asarray([rows[t] for t in sampled])
         key = seed.cpu().numpy()[row_of]
         nonce = np.zeros_like(row_of) if nonce_length is None else nonce_length.cpu().numpy()[row_of] - 1
-        counters = np.stack([as_words(x) for x in (key[:, 0], key[:, 1], positions.cpu().numpy()[flat], nonce)], axis=1)
+        counters = np.stack([as_words(x) for x in (key[:, 0], key[:, 1], positions.cpu().numpy()[flat] + position_offset, nonce)], axis=1)
         heat = temperature.cpu().numpy()[row_of][:, None]
         step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
         for start in range(0, len(sampled), step):
@@ -418,7 +422,7 @@ choose_tokens_ = Op(
 
 Logits row t belongs to flat token i = logits_indices[t] (or t), whose state row is token_rows[i]. Where i or the row is
 negative, nothing else is read, out_tokens is NO_TOKEN and out_bad 0. Noise has the key seed[row] and the counter
-(token, positions[i], nonce_length[row] - 1 or 0, stream). Rows at temperature 0 are greedy and do no noise work.
+(token, positions[i] + position_offset, nonce_length[row] - 1 or 0, stream). Rows at temperature 0 are greedy and do no noise work.
 
 Args:
     logits: [T, V] float32, bfloat16 or float16; any row stride, columns consecutive.
@@ -430,6 +434,7 @@ Args:
     stream: DRAFT, ACCEPT or TARGET.
     nonce_length: [R] int32 committed lengths at the start of the round, or None for nonce 0; None for TARGET.
     token_ids: [V] int32 target id of each column, or None where columns are target ids.
+    position_offset: what to add to positions; 1 for drafts whose positions lag behind those of the tokens they are fed.
     out_tokens: [T] int32 target ids, written.
     out_bad: [T] int32, written: 1 where a logit was NaN or +inf, or no score was above -inf.
     scratch_scores: [T, P] float32, P = choose_tokens_partials(V); contents undefined before and after.

@@ -98,27 +98,38 @@ def sum_parts(parts_ptr, num_parts, BLOCK: tl.constexpr):
 
 
 @jit
-def _place(row, chosen_ptr, temperature_ptr, num_draft_ptr, num_drafted_ptr, FIRST: tl.constexpr, MAX_DRAFT: tl.constexpr):
-    """Which draft of the row the logits are for, -1 for none."""
+def _place(
+    t,
+    chosen_ptr,
+    temperature_ptr,
+    num_draft_ptr,
+    num_drafted_ptr,
+    FIRST: tl.constexpr,
+    MAX_DRAFT: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+):
+    """Which draft of its row a row of logits is for, -1 for none."""
+    row = t // NUM_CHOSEN
     made = 0
     planned = MAX_DRAFT
     if not FIRST:
         made = tl.load(num_drafted_ptr + row)
         planned = tl.minimum(tl.load(num_draft_ptr + row), MAX_DRAFT)
-    drawn = (tl.load(chosen_ptr + row) >= 0) & (tl.load(temperature_ptr + row) > 0)
+    made += (t % NUM_CHOSEN).to(tl.int32)
+    drawn = (tl.load(chosen_ptr + t) >= 0) & (tl.load(temperature_ptr + row) > 0)
     return tl.where(drawn & (made < planned), made, -1)
 
 
 @jit
 def keep_proposals_kernel(
-    logits_ptr,  # [R, V]
-    chosen_ptr,  # [R] int32
+    logits_ptr,  # [R * C, V]
+    chosen_ptr,  # [R * C] int32
     temperature_ptr,  # [R] float32
     num_draft_ptr,  # [R] int32
     num_drafted_ptr,  # [R] int32
     token_ids_ptr,  # [V] int32 or anything
     draft_logits_ptr,  # [R, K, W] float32, written
-    scratch_ptr,  # [R, P, 4] int32, written
+    scratch_ptr,  # [R * C, P, 4] int32, written
     logits_stride,
     vocab_size,
     kept_size,
@@ -126,42 +137,46 @@ def keep_proposals_kernel(
     FIRST: tl.constexpr,
     HAS_MAP: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    place = _place(row, chosen_ptr, temperature_ptr, num_draft_ptr, num_drafted_ptr, FIRST, MAX_DRAFT)
+    row = t // NUM_CHOSEN
+    place = _place(t, chosen_ptr, temperature_ptr, num_draft_ptr, num_drafted_ptr, FIRST, MAX_DRAFT, NUM_CHOSEN)
     if place >= 0:
         token = tile * 1024 + tl.arange(0, 1024)
         inside = token < vocab_size
-        row_ptr = logits_ptr + row * logits_stride
+        row_ptr = logits_ptr + t * logits_stride
         kept = tl.load(row_ptr + token, mask=inside, other=0.0).to(tl.float32)
         at = token
         if HAS_MAP:
             at = tl.load(token_ids_ptr + token, mask=inside, other=0)
         tl.store(draft_logits_ptr + (row * MAX_DRAFT + place) * kept_size + at, kept, mask=inside)
-        sum_tile(row_ptr, token, inside, tl.load(temperature_ptr + row), scratch_ptr + (row * num_parts + tile) * 4)
+        sum_tile(row_ptr, token, inside, tl.load(temperature_ptr + row), scratch_ptr + (t * num_parts + tile) * 4)
 
 
 @jit
 def keep_proposals_reduce_kernel(
-    chosen_ptr,  # [R] int32
+    chosen_ptr,  # [R * C] int32
     temperature_ptr,  # [R] float32
     num_draft_ptr,  # [R] int32
     num_drafted_ptr,  # [R] int32
-    scratch_ptr,  # [R, P, 4] int32
+    scratch_ptr,  # [R * C, P, 4] int32
     draft_normalisers_ptr,  # [R, K, 2] int32, written
     is_point_ptr,  # [R] int32, written
     num_parts,
     FIRST: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    place = _place(row, chosen_ptr, temperature_ptr, num_draft_ptr, num_drafted_ptr, FIRST, MAX_DRAFT)
+    t = tl.program_id(0).to(tl.int64)
+    row = t // NUM_CHOSEN
+    place = _place(t, chosen_ptr, temperature_ptr, num_draft_ptr, num_drafted_ptr, FIRST, MAX_DRAFT, NUM_CHOSEN)
     if FIRST:
-        tl.store(is_point_ptr + row, 0)
+        tl.store(is_point_ptr + row, 0, mask=t % NUM_CHOSEN == 0)
     if place >= 0:
-        exponent, mantissa, _ = sum_parts(scratch_ptr + row * num_parts * 4, num_parts, BLOCK)
+        exponent, mantissa, _ = sum_parts(scratch_ptr + t * num_parts * 4, num_parts, BLOCK)
         at = draft_normalisers_ptr + (row * MAX_DRAFT + place) * 2
         tl.store(at, exponent)
         tl.store(at + 1, mantissa)
@@ -207,15 +222,18 @@ def _check(
     scratch: torch.Tensor,
 ) -> None:
     check_logits("logits", logits)
-    rows, vocab_size = logits.shape
-    names = ("chosen", "temperature", "num_draft", "num_drafted", "is_point")
-    check_rows(rows, names, (chosen, temperature, num_draft, num_drafted, is_point))
+    count, vocab_size = logits.shape
+    rows = temperature.shape[0]
+    check_rows(rows, ("num_draft", "num_drafted", "is_point"), (num_draft, num_drafted, is_point))
+    check_rows(count, ("chosen",), (chosen,))
+    if rows == 0 or count % rows:
+        refuse("logits", f"as many rows for each of {rows} requests", count, "pass arrays of one batch")
     if draft_logits.dim() != 3 or draft_logits.shape[0] != rows or draft_logits.shape[1] < 1:
         refuse("draft_logits", f"shape [{rows}, K, W] with K >= 1", f"shape {tuple(draft_logits.shape)}", "pass buffers of one batch")
     _, most, width = draft_logits.shape
     check_buffer("draft_logits", draft_logits, torch.float32, (rows, most, width))
     check_buffer("draft_normalisers", draft_normalisers, torch.int32, (rows, most, 2))
-    check_buffer("scratch", scratch, torch.int32, (rows, -(-vocab_size // TILE), PART))
+    check_buffer("scratch", scratch, torch.int32, (count, -(-vocab_size // TILE), PART))
     if token_ids is not None:
         check_buffer("token_ids", token_ids, torch.int32, (vocab_size,))
     elif width < vocab_size:
@@ -237,9 +255,9 @@ def _launch_keep_proposals(
     scratch: torch.Tensor,
 ) -> None:
     _check(logits, chosen, temperature, num_draft, num_drafted, token_ids, draft_logits, draft_normalisers, is_point, scratch)
-    rows, vocab_size = logits.shape
-    parts, most = scratch.shape[1], draft_logits.shape[1]
-    keep_proposals_kernel[(rows, parts)](
+    count, vocab_size = logits.shape
+    parts, most, each = scratch.shape[1], draft_logits.shape[1], count // temperature.shape[0]
+    keep_proposals_kernel[(count, parts)](
         logits,
         chosen,
         temperature,
@@ -255,10 +273,11 @@ def _launch_keep_proposals(
         FIRST=first,
         HAS_MAP=token_ids is not None,
         MAX_DRAFT=most,
+        NUM_CHOSEN=each,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    keep_proposals_reduce_kernel[(rows,)](
+    keep_proposals_reduce_kernel[(count,)](
         chosen,
         temperature,
         num_draft,
@@ -269,6 +288,7 @@ def _launch_keep_proposals(
         parts,
         FIRST=first,
         MAX_DRAFT=most,
+        NUM_CHOSEN=each,
         BLOCK=next_power_of_2(parts),
         num_warps=1,
     )
@@ -293,14 +313,18 @@ def keep_proposals_reference_(
     most = draft_logits.shape[1]
     if first:
         is_point.zero_()
-    made, planned = ([0] * len(chosen), [most] * len(chosen)) if first else (num_drafted.tolist(), num_draft.tolist())
+    rows, each = len(temperature), len(chosen) // len(temperature)
+    made, planned = ([0] * rows, [most] * rows) if first else (num_drafted.tolist(), num_draft.tolist())
     heat = temperature.cpu().numpy()
-    drawn = [row for row, token in enumerate(chosen.tolist()) if token >= 0 and heat[row] > 0 and made[row] < min(planned[row], most)]
+    drawn = []
+    for t, token in enumerate(chosen.tolist()):
+        row, place = t // each, made[t // each] + t % each
+        if token >= 0 and heat[row] > 0 and place < min(planned[row], most):
+            drawn.append((t, row, place))
     step = max(1, BLOCK_ELEMENTS // logits.shape[1])
     for start in range(0, len(drawn), step):
-        rows = drawn[start : start + step]
-        places = [made[row] for row in rows]
-        kept = logits[rows].float()
+        chunk, rows, places = map(list, zip(*drawn[start : start + step], strict=True))
+        kept = logits[chunk].float()
         if token_ids is None:
             draft_logits[rows, places, : logits.shape[1]] = kept
         else:
@@ -315,16 +339,16 @@ keep_proposals_ = Op(
     triton=_launch_keep_proposals,
     reference=keep_proposals_reference_,
 )
-"""Keep what the next draft of each row was drawn from, before it is appended.
+"""Keep what the next draft of each row, or the next C drafts, were drawn from, before they are appended.
 
-Draft j = num_drafted of a row (0 with `first`) is kept if the row has a token, has fewer drafts than planned (with `first` all rows
-have) and samples: its logits before temperature, as they are, at the target ids of their columns, and their normaliser. All other
+Draft j = num_drafted + c of a row (c with `first`) is kept if there is a token, the row plans more than j drafts (with `first` all rows
+do) and samples: its logits before temperature, as they are, at the target ids of their columns, and their normaliser. All other
 places stay as they were; where a map leaves ids out, the caller has filled them with -inf. With `first`, no row is a point any more.
 
 Args:
     first: whether this is draft step 0.
-    logits: [R, V] float32, bfloat16 or float16; any row stride, columns consecutive.
-    chosen: [R] int32, the drawn token, -1 for none.
+    logits: [R * C, V] float32, bfloat16 or float16, row by row; any stride, columns consecutive.
+    chosen: [R * C] int32, the drawn tokens, -1 for none.
     temperature: [R] float32, 0 or positive and finite.
     num_draft: [R] int32, drafts planned; not read with `first`.
     num_drafted: [R] int32, drafts made before this one; not read with `first`.
@@ -332,7 +356,7 @@ Args:
     draft_logits: [R, K, W] float32, in place.
     draft_normalisers: [R, K, 2] int32, in place; see `funcspec.exact.normalisers`.
     is_point: [R] int32, in place; 1 for rows whose drafts are just proposed.
-    scratch: [R, P, 4] int32, P = ceil(V / 1024); contents undefined before and after.
+    scratch: [R * C, P, 4] int32, P = ceil(V / 1024); contents undefined before and after.
 
 Raises:
     ArgumentError: shapes that do not fit. Nothing was written.

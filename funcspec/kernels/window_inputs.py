@@ -9,7 +9,13 @@ A row's sequence is its committed tokens followed by this round's drafts, so eve
 Row r owns the places r * width up to (r + 1) * width. Places past its window (those of rejected drafts, of rows with
 fewer drafts and of idle rows) hold id 0, position 0, slot -1 and row -1, so the shape never depends on device data.
 Positions, lengths and slots are computed afresh from the committed length each time; nothing derived is kept.
+
+Two things make windows for other kinds of drafts. With a `shift` of 1 the token of the next place is fed at each position, as drafts do
+that read the target's hidden state of the position besides. And `num_masks` places with a mask token may follow the window's last
+token, for drafts that guess several tokens in one pass.
 """
+
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -47,8 +53,13 @@ def window_inputs_kernel(
     table_stride,
     num_columns,
     limit,
+    mask_id,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    NUM_MASKS: tl.constexpr,
+    NUM_CHOICES: tl.constexpr,
+    CHOICE_OFFSET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -59,20 +70,24 @@ def window_inputs_kernel(
     num_draft = tl.load(num_draft_ptr + row)
     if KIND == 0:
         start = tl.load(fed_len_ptr + row)
-        stop = n
+        stop = n - SHIFT
     elif KIND == 1:
-        start = n + drafted - 1
-        stop = tl.where(drafted < num_draft, n + drafted, 0)
+        start = n + drafted - 1 - SHIFT
+        stop = tl.where(drafted < num_draft, n + drafted - SHIFT, 0)
     else:
         start = n - 1
         stop = n + tl.minimum(num_draft, drafted)
     stop = tl.where(tl.load(is_live_ptr + row) != 0, tl.minimum(stop, limit), 0)
     lane = tl.arange(0, LANES)
     position = start + lane
-    live = (lane < WIDTH) & (position >= 0) & (position < stop)
-    token = tl.load(tokens_ptr + wide_row * tokens_stride + position, mask=live, other=-1)
+    live = (lane < WIDTH - NUM_MASKS) & (position >= 0) & (position < stop)
+    token = tl.load(tokens_ptr + wide_row * tokens_stride + position + SHIFT, mask=live, other=-1)
     # The first place that is not live ends the window: a placeholder hides what lies behind it.
-    count = tl.min(tl.where(live & (token >= 0), LANES, lane), axis=0)
+    last = tl.min(tl.where(live & (token >= 0), LANES, lane), axis=0) - 1
+    count = last + 1
+    if NUM_MASKS > 0:
+        count = tl.where(last >= 0, tl.minimum(count + NUM_MASKS, limit - start), 0)
+        token = tl.where(lane > last, mask_id, token)
     live = lane < count
     position = tl.where(live, position, 0)
     column = position // BLOCK_SIZE
@@ -84,7 +99,9 @@ def window_inputs_kernel(
     tl.store(out_slot_mapping_ptr + at, tl.where(live & (block >= 0), slot, -1).to(tl.int32), mask=lane < WIDTH)
     tl.store(out_token_rows_ptr + at, tl.where(live, row, -1), mask=lane < WIDTH)
     tl.store(out_seq_lens_ptr + row, tl.where(count > 0, start + count, 0))
-    tl.store(out_last_token_indices_ptr + row, row * WIDTH + tl.maximum(count - 1, 0))
+    for choice in tl.static_range(NUM_CHOICES):
+        at_choice = row * WIDTH + tl.maximum(last, 0) + CHOICE_OFFSET + choice
+        tl.store(out_last_token_indices_ptr + row * NUM_CHOICES + choice, at_choice)
 
 
 def _check(
@@ -93,6 +110,7 @@ def _check(
     num_tokens: Array,
     block_tables: Array,
     width: int,
+    shape: tuple[int, int, int, int],
     outputs: tuple[Array, ...],
     int32: torch.dtype | np.dtype,
 ) -> None:
@@ -105,8 +123,16 @@ def _check(
         refuse("block_tables", f"{rows} rows of at least one block", tuple(block_tables.shape), "pass arrays of one batch")
     if width < 1:
         refuse("width", "at least 1", width, "pass the number of places a row has")
+    shift, num_masks, num_choices, choice_offset = shape
+    if shift not in (0, 1):
+        refuse("shift", "0 or 1", shift, "feed the token of the position itself, or that of the next one")
+    if not 0 <= num_masks < width:
+        refuse("num_masks", f"from 0 to width - 1 = {width - 1}", num_masks, "make the window wider")
+    if num_choices < 1 or choice_offset < 0 or choice_offset + num_choices > num_masks + 1:
+        found = f"{num_choices} from place {choice_offset} on"
+        refuse("num_choices", f"choices among the last token and {num_masks} masks behind it", found, "add masks, or choose less")
     places = rows * width
-    for name, out, count in zip(OUTPUTS, outputs, (places, places, places, places, rows, rows), strict=True):
+    for name, out, count in zip(OUTPUTS, outputs, (places, places, places, places, rows, rows * num_choices), strict=True):
         if out.shape[0] < count:
             refuse(name, f"at least {count} entries for {rows} rows of {width} places", out.shape[0], "make the output longer")
         if out.dtype != int32:
@@ -126,6 +152,11 @@ def _launch_window_inputs(
     block_size: int,
     width: int,
     limit: int,
+    shift: int = 0,
+    num_masks: int = 0,
+    mask_id: int = 0,
+    num_choices: int = 1,
+    choice_offset: int = 0,
     out_input_ids: torch.Tensor,
     out_positions: torch.Tensor,
     out_slot_mapping: torch.Tensor,
@@ -134,7 +165,8 @@ def _launch_window_inputs(
     out_last_token_indices: torch.Tensor,
 ) -> None:
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
-    _check(kind, tokens, num_tokens, block_tables, width, outputs, torch.int32)
+    shape = (shift, num_masks, num_choices, choice_offset)
+    _check(kind, tokens, num_tokens, block_tables, width, shape, outputs, torch.int32)
     window_inputs_kernel[(tokens.shape[0],)](
         tokens,
         num_tokens,
@@ -148,8 +180,13 @@ def _launch_window_inputs(
         block_tables.stride(0),
         block_tables.shape[1],
         limit,
+        mask_id,
         KIND=kind,
         WIDTH=width,
+        SHIFT=shift,
+        NUM_MASKS=num_masks,
+        NUM_CHOICES=num_choices,
+        CHOICE_OFFSET=choice_offset,
         BLOCK_SIZE=block_size,
         LANES=next_power_of_2(width),
         num_warps=1,
@@ -169,6 +206,11 @@ def window_inputs_reference_(
     block_size: int,
     width: int,
     limit: int,
+    shift: int = 0,
+    num_masks: int = 0,
+    mask_id: int = 0,
+    num_choices: int = 1,
+    choice_offset: int = 0,
     out_input_ids: torch.Tensor,
     out_positions: torch.Tensor,
     out_slot_mapping: torch.Tensor,
@@ -178,22 +220,25 @@ def window_inputs_reference_(
 ) -> None:
     """Specify `window_inputs_` in plain torch."""
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
-    _check(kind, tokens, num_tokens, block_tables, width, outputs, torch.int32)
+    shape = (shift, num_masks, num_choices, choice_offset)
+    _check(kind, tokens, num_tokens, block_tables, width, shape, outputs, torch.int32)
     rows, length = tokens.shape
     places = rows * width
     if kind == FEED:
-        start, stop = fed_len, num_tokens
+        start, stop = fed_len, num_tokens - shift
     elif kind == DRAFTED:
-        start, stop = num_tokens + num_drafted - 1, (num_tokens + num_drafted) * (num_drafted < num_draft)
+        start, stop = num_tokens + num_drafted - 1 - shift, (num_tokens + num_drafted - shift) * (num_drafted < num_draft)
     else:
         start, stop = num_tokens - 1, num_tokens + torch.minimum(num_draft, num_drafted)
     stop = (stop * (is_live != 0)).clamp_(max=limit)
     lane = torch.arange(width, device=tokens.device)
     position = start[:, None] + lane
-    live = (position >= 0) & (position < stop[:, None])
-    token = tokens.gather(1, position.clamp(0, length - 1))
+    live = (lane < width - num_masks) & (position >= 0) & (position < stop[:, None])
+    token = tokens.gather(1, (position + shift).clamp(0, length - 1))
     # The first place that is not live ends the window: a placeholder hides what lies behind it.
-    count = torch.where(live & (token >= 0), width, lane).amin(1)
+    last = torch.where(live & (token >= 0), width, lane).amin(1) - 1
+    count = torch.where(last >= 0, torch.minimum(last + 1 + num_masks, limit - start), 0) if num_masks else last + 1
+    token = torch.where(lane > last[:, None], mask_id, token)
     live = lane < count[:, None]
     position *= live
     column = position // block_size
@@ -205,7 +250,8 @@ def window_inputs_reference_(
     out_slot_mapping[:places] = slot.view(-1)
     out_token_rows[:places] = torch.where(live, row[:, None], NO_ROW).view(-1)
     out_seq_lens[:rows] = (start + count) * (count > 0)
-    out_last_token_indices[:rows] = row * width + (count - 1).clamp_(min=0)
+    choices = torch.arange(choice_offset, choice_offset + num_choices, device=tokens.device)
+    out_last_token_indices[: rows * num_choices] = ((row * width + last.clamp(min=0))[:, None] + choices).view(-1)
 
 
 def window_inputs_host_(
@@ -221,6 +267,11 @@ def window_inputs_host_(
     block_size: int,
     width: int,
     limit: int,
+    shift: int = 0,
+    num_masks: int = 0,
+    mask_id: int = 0,
+    num_choices: int = 1,
+    choice_offset: int = 0,
     out_input_ids: np.ndarray,
     out_positions: np.ndarray,
     out_slot_mapping: np.ndarray,
@@ -230,7 +281,8 @@ def window_inputs_host_(
 ) -> None:
     """Do what `window_inputs_` does on NumPy views, one row after another."""
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
-    _check(kind, tokens, num_tokens, block_tables, width, outputs, HOST_INT32)
+    shape = (shift, num_masks, num_choices, choice_offset)
+    _check(kind, tokens, num_tokens, block_tables, width, shape, outputs, HOST_INT32)
     rows, places = tokens.shape[0], tokens.shape[0] * width
     for out, fill in ((out_input_ids, 0), (out_positions, 0), (out_slot_mapping, PAD_SLOT), (out_token_rows, NO_ROW)):
         out[:places] = fill
@@ -240,16 +292,18 @@ def window_inputs_host_(
     for row in range(rows):
         n, first = counts[row], row * width
         if kind == FEED:
-            start, stop = fed[row], n
+            start, stop = fed[row], n - shift
         elif kind == DRAFTED:
-            start, stop = n + made[row] - 1, n + made[row] if made[row] < planned[row] else 0
+            start, stop = n + made[row] - 1 - shift, n + made[row] - shift if made[row] < planned[row] else 0
         else:
             start, stop = n - 1, n + min(planned[row], made[row])
-        stop = min(stop, limit, start + width) if live[row] and start >= 0 else 0
+        stop = min(stop, limit, start + width - num_masks) if live[row] and start >= 0 else 0
+        window = list(takewhile(lambda token: token >= 0, tokens[row, start + shift : max(stop, start) + shift].tolist()))
+        last = max(len(window) - 1, 0)
+        if window and num_masks:
+            window = (window + [mask_id] * num_masks)[: limit - start]
         count = 0
-        for position, token in enumerate(tokens[row, start:stop].tolist(), start):
-            if token < 0:
-                break
+        for position, token in enumerate(window, start):
             at, column = first + count, position // block_size
             block = int(block_tables[row, column]) if column < owned else -1
             out_input_ids[at] = token
@@ -258,7 +312,8 @@ def window_inputs_host_(
             out_token_rows[at] = row
             count += 1
         out_seq_lens[row] = start + count if count else 0
-        out_last_token_indices[row] = first + max(count - 1, 0)
+        for choice in range(num_choices):
+            out_last_token_indices[row * num_choices + choice] = first + last + choice_offset + choice
 
 
 window_inputs_ = Op(
@@ -282,9 +337,13 @@ Args:
     block_tables: [R, N] int32, -1 where a row owns no block.
     block_size, width: tokens in a block; W.
     limit: positions the model can take; places at or past it are left out (they write nothing and do not lengthen the keys).
+    shift: 1 to feed at each position the token of the next one; the window then ends a position earlier.
+    num_masks, mask_id: places behind the window's last token, and the token they hold; none in an empty window. They are among the
+        `width` places.
+    num_choices, choice_offset: C choices are made, the first of them this many places behind the window's last token.
     out_input_ids, out_positions, out_slot_mapping, out_token_rows: [R * W] int32, written; token_rows is the row or -1.
     out_seq_lens: [R] int32, written: keys visible after this pass, 0 for rows with an empty window.
-    out_last_token_indices: [R] int32, written: the last live place of the row, its first place if it has none.
+    out_last_token_indices: [R * C] int32, written: the place of each choice; those of a row with an empty window hold no token.
 
 Raises:
     ArgumentError, ArgumentTypeError: shapes or dtypes do not fit. Nothing was written.

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import torch
 
+from funcspec.errors import ModelError, refuse
+
 Array = Any
 """A torch tensor, or a JAX array in states and models of JAX."""
 
@@ -40,6 +42,36 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class FeatureSpec:
+    """What a draft reads of its target besides tokens: hidden states, one vector of features for each position.
+
+    Attributes:
+        layers: layers of the target whose hidden states are taken, side by side; numbered as in `ForwardBatch.hidden_layers`.
+        size: F, width of the features: the number of layers times the target's hidden size.
+        feedback: width of what the draft hands to its own next pass in place of features, at most F; it returns that as its hidden state
+            at the places of its logits. 0 for a draft of one pass.
+        ahead: how many places ahead of a position's features the token lies that is fed with them: 1 for EAGLE and multi-token
+            prediction, 0 for drafts that only attend to features.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    feedback: int = 0
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.layers or not all(isinstance(layer, int) and layer >= 0 for layer in self.layers):
+            refuse("layers", "layer numbers of the target", self.layers, "name at least one layer", ModelError)
+        if self.size < 1 or self.size % len(self.layers):
+            expected = f"a multiple of the number of layers, {len(self.layers)}"
+            refuse("size", expected, self.size, "multiply it by the hidden size", ModelError)
+        if not 0 <= self.feedback <= self.size:
+            refuse("feedback", f"from 0 to {self.size}", self.feedback, "hand back no more than the features' width", ModelError)
+        if self.ahead not in (0, 1):
+            refuse("ahead", "0 or 1", self.ahead, "feed the token of the position itself, or that of the next one", ModelError)
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """One flat, ragged batch of tokens for one forward pass. R rows (requests), T tokens, N blocks per row.
 
@@ -56,6 +88,8 @@ class ForwardBatch:
         logits_indices: [M] the tokens whose logits are wanted, as indices into T; None means all T.
         max_query_len: at least the longest query of a row, as a host number.
         hidden_layers: layers whose hidden states are wanted too.
+        features: for drafts with a `FeatureSpec`: float32 [R * C, F], those of the first C places of each row, row by row; or
+            [R, feedback] in a pass of one place a row that goes on from the draft's own.
     """
 
     input_ids: Array
@@ -67,11 +101,12 @@ class ForwardBatch:
     logits_indices: Array | None
     max_query_len: int
     hidden_layers: tuple[int, ...] = ()
+    features: Array | None = None
 
 
 jax.tree_util.register_dataclass(
     ForwardBatch,
-    data_fields=["input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "block_tables", "logits_indices"],
+    data_fields=["input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "block_tables", "logits_indices", "features"],
     meta_fields=["max_query_len", "hidden_layers"],
 )
 

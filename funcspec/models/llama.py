@@ -150,6 +150,16 @@ class Llama:
         return self.config.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        """Width of a hidden state."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, which is that of the last hidden state."""
+        return self.config.num_layers
+
+    @property
     def max_len(self) -> int:
         """Number of positions."""
         return self.config.max_len

@@ -5,16 +5,42 @@ hold only operations, model calls and static sizes. Every operation gives back w
 in JAX a new array. Where arrays live, who may write them and what a new state is made of is up to the two subclasses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from funcspec.errors import refuse
-from funcspec.models.base import Array
+from funcspec.models.base import Array, Model
 from funcspec.transitions.drafting import Drafting
+from funcspec.transitions.framework import Ingested
 from funcspec.transitions.judging import Judging
 
 
 class Transition(Drafting, Judging):
     """A step in progress. Drafters and rules work on it and never see how purity, donation and copy-on-write are done."""
+
+    def ingest_row(
+        self, models: Mapping[str, Model], blocks: Mapping[str, Any], tokens: Sequence[int], counts: Mapping[str, int], chunk: int
+    ) -> Ingested:
+        """Feed the first tokens of a row to all models.
+
+        Args:
+            models: by role; a draft that reads hidden states needs the target.
+            blocks: by role, blocks of the row that `reserve` returned.
+            tokens: token ids of the row.
+            counts: by role, how many positions are to be fed; those of a draft that reads hidden states are the target's too.
+            chunk: most tokens in a pass.
+
+        Returns:
+            what feeding the target gave.
+        """
+        spec = self.partners["draft"].features if "draft" in models else None
+        layers = () if spec is None else spec.layers
+        target = self.ingest("target", models["target"], blocks["target"], tokens[: counts["target"]], chunk, layers=layers)
+        if "draft" in models:
+            count, ahead = counts["draft"], 0 if spec is None else spec.ahead
+            features = None if target.features is None else target.features[:count]
+            self.ingest("draft", models["draft"], blocks["draft"], tokens[ahead : ahead + count], chunk, features=features)
+        return target
 
     def wanted(self, num_draft: object) -> Array:
         """Turn the number of drafts a caller asks for into [R] int32 on the device.

@@ -1,11 +1,14 @@
 """Drafting on an open step: one pass of a draft model, and what is kept of the drafts."""
 
+from dataclasses import replace
+
 from funcspec.errors import StepOrderError
 from funcspec.kernels.append_drafts import append_drafts_
+from funcspec.kernels.keep_features import keep_features_
 from funcspec.kernels.normalisers import keep_proposals_
 from funcspec.kernels.window_inputs import DRAFTED, FEED
-from funcspec.models.base import Array, Model
-from funcspec.transitions.framework import Framework
+from funcspec.models.base import Array, FeatureSpec, Model
+from funcspec.transitions.framework import Framework, Guess
 from funcspec.transitions.shapes import summing_shapes
 
 
@@ -14,8 +17,8 @@ class Drafting(Framework):
 
     _drafts: Array | None = None
 
-    def draft_once(self, model: Model, *, first: bool, token_ids: Array | None, wanted: Array) -> None:
-        """Draft one token a row with a model that has its own KV: derive inputs, run, sample, append.
+    def draft_once(self, model: Model, *, first: bool, token_ids: Array | None, wanted: Array, guess: Guess | None = None) -> None:
+        """Draft with one pass of a model that has its own KV: derive inputs, run, sample, append.
 
         It may be called once in a step: small buffers are written only after a step's last forward.
 
@@ -24,18 +27,33 @@ class Drafting(Framework):
             first: whether this is draft step 0, which feeds everything committed since the last round.
             token_ids: [V] int32 draft id to target id, or None where they are the same.
             wanted: [R] int32, drafts asked for this round; read at step 0.
+            guess: how the pass guesses several tokens a row, at step 0; None for the one that follows the newest.
         """
-        config = self.config
+        config, rows = self.config, self.config.max_num_reqs
         if self._drafts is not None:
             raise StepOrderError("drafter: expected one call of draft_once in a step, got two. Fix: write once, after the last forward.")
         self.prepare_write("draft")
-        width = config.num_speculative_tokens + 1 if first else 1
-        window = self.window("draft", FEED if first else DRAFTED, width, limit=model.max_len)
-        logits = self.forward("draft", model, window.batch, config.max_num_reqs)
-        chosen, _ = self.choose("draft", logits, window, stream=config.rule.draft_stream, token_ids=token_ids)
+        spec, lag = self.partners["draft"].features, self.partners["draft"].lag
+        shift = 0 if spec is None else spec.ahead
+        num_masks, count, offset = (0, 1, shift) if guess is None else (guess.num_masks, guess.num_choices, shift - guess.choice_offset)
+        width = config.num_speculative_tokens + 1 + lag - shift + num_masks if first else 1
+        window = self.window("draft", FEED if first else DRAFTED, width, limit=model.max_len, guess=guess, shift=shift)
+        batch = window.batch if spec is None else replace(window.batch, features=self._fed_features(spec, first=first))
+        logits, hidden = self.forward("draft", model, batch, rows * count)
+        stream = config.rule.draft_stream
+        chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, position_offset=offset)
         self._keep_proposals(logits, chosen, first=first, token_ids=token_ids)
-        self._append(chosen, first=first, wanted=wanted, draft_limit=min(model.max_len, config.max_model_len))
+        if spec is not None and spec.feedback:
+            features = self.features(write=True)
+            self.run(keep_features_, hidden=hidden[0], is_live=self.fields.is_live, features=features, first_column=0)
+        limit = min(model.max_len, config.max_model_len) + offset
+        self._append(chosen, first=first, wanted=wanted, draft_limit=limit, lag=lag, num_chosen=count)
         self.advance("draft")
+
+    def _fed_features(self, spec: FeatureSpec, *, first: bool) -> Array:
+        """Features for a pass: those of its first places, or in later passes what the draft handed on."""
+        features = self.features()
+        return features.reshape(-1, spec.size) if first else features[:, 0, : spec.feedback]
 
     def drafts(self) -> Array:
         """This round's drafts so far, [R, K] int32 of its own, -1 where there is none."""
@@ -56,7 +74,7 @@ class Drafting(Framework):
         """
         self._drafts = drafts
         if self.judges_ratios:
-            self.put_proposals(is_point=points)
+            self.mark_points(points)
 
     def _keep_proposals(self, logits: Array, chosen: Array, *, first: bool, token_ids: Array | None) -> None:
         """Keep what the drafts were drawn from, if the rule asks for it."""
@@ -65,7 +83,7 @@ class Drafting(Framework):
         fields = self.fields
         if self.proposes_points:
             if first:
-                self.put_proposals(is_point=self.constant(1))
+                self.mark_points(self.constant(1))
             return
         self.run(
             keep_proposals_,
@@ -80,7 +98,7 @@ class Drafting(Framework):
             **self.scratch("draft", summing_shapes, *logits.shape),
         )
 
-    def _append(self, chosen: Array, *, first: bool, wanted: Array, draft_limit: int) -> None:
+    def _append(self, chosen: Array, *, first: bool, wanted: Array, draft_limit: int, lag: int = 0, num_chosen: int = 1) -> None:
         fields, config = self.fields, self.config
         out = self.run(
             append_drafts_,
@@ -95,6 +113,8 @@ class Drafting(Framework):
             num_drafted=fields.num_drafted,
             draft_len=fields.draft_len,
             draft_limit=draft_limit,
+            lag=lag,
+            num_chosen=num_chosen,
             **self.records(out_tokens=(config.max_num_reqs, config.num_speculative_tokens)),
         )
         self._drafts = out["out_tokens"]

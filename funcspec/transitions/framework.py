@@ -11,9 +11,11 @@ from typing import Any, Literal
 import torch
 
 from funcspec.config import SpecConfig
+from funcspec.errors import ModelError
 from funcspec.kernels.choose_tokens import choose_tokens_
 from funcspec.kernels.op import Op
 from funcspec.kernels.window_inputs import window_inputs_
+from funcspec.leases import Partner
 from funcspec.models.base import Array, ForwardBatch, Model
 from funcspec.noise import DRAFT
 from funcspec.state import SpecState
@@ -21,6 +23,21 @@ from funcspec.transitions.shapes import Shapes, choice_shapes, window_shapes
 
 Kind = Literal["an int32", "a float"]
 """Elements of an array that a caller passes; floats are float32, bfloat16 or float16."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """How a pass guesses several tokens of a row at once; see `window_inputs_`.
+
+    Attributes:
+        num_masks, mask_id: places behind the window's last token, and the token they hold.
+        num_choices, choice_offset: how many tokens are chosen, and from which place behind the window's last token on.
+    """
+
+    num_masks: int
+    mask_id: int
+    num_choices: int
+    choice_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,34 @@ class Window:
     token_rows: Array
 
 
+@dataclass(frozen=True)
+class Ingested:
+    """What feeding the first tokens of a row gave, as tensors.
+
+    Attributes:
+        logits: [1, V] after the last token; None if there were no tokens, or none were asked for.
+        features: [len(tokens), F] the wanted hidden states side by side, float32; None if none were wanted.
+    """
+
+    logits: torch.Tensor | None
+    features: torch.Tensor | None
+
+
+def check_hidden(hidden: Any, batch: ForwardBatch) -> None:
+    """Refuse hidden states that do not fit what was asked for.
+
+    Raises:
+        ModelError: not one array [T, H] for each of `batch.hidden_layers`.
+    """
+    count, wanted = batch.input_ids.shape[0], batch.hidden_layers
+    shapes = [tuple(states.shape) for states in hidden] if isinstance(hidden, tuple | list) else type(hidden).__name__
+    if not isinstance(shapes, list) or len(shapes) != len(wanted) or any(len(s) != 2 or s[0] != count for s in shapes):
+        raise ModelError(
+            f"forward: expected hidden states [{count}, H] of the layers {wanted}, got {shapes}. "
+            "Fix: return one array for each of batch.hidden_layers, or use a target that can."
+        )
+
+
 class Framework(ABC):
     """A step in progress, without the bodies of the steps.
 
@@ -44,6 +89,7 @@ class Framework(ABC):
         name: the step's name, numbered, for messages.
         fields: the small buffers, as attributes by name; read and, after the last forward, written through `run`.
         phase, stamp, draft_steps: where in a round the input state is.
+        partners: what the state remembers of its models, by role.
         proposes_points: whether all drafts of the step's drafter are just proposed, whatever they were drawn from.
     """
 
@@ -53,9 +99,12 @@ class Framework(ABC):
     phase: str
     stamp: object
     draft_steps: int
+    partners: Mapping[str, Partner]
     proposes_points: bool = False
 
-    def window(self, role: str, kind: int, width: int, *, limit: int, all_logits: bool = False) -> Window:
+    def window(
+        self, role: str, kind: int, width: int, *, limit: int, all_logits: bool = False, guess: Guess | None = None, shift: int = 0
+    ) -> Window:
         """Derive the inputs of a pass of `width` places a row (one kernel).
 
         Args:
@@ -64,8 +113,12 @@ class Framework(ABC):
             width: places a row has.
             limit: positions the model can take.
             all_logits: whether logits are wanted everywhere, not only at each row's last token.
+            guess: for a pass that guesses several tokens a row.
+            shift: 1 to feed at each position the token of the next one.
         """
         fields, config, table = self.fields, self.config, self.table(role)
+        choices = 1 if guess is None else guess.num_choices
+        guessing = {} if guess is None else vars(guess)
         out = self.run(
             window_inputs_,
             kind=kind,
@@ -79,7 +132,9 @@ class Framework(ABC):
             block_size=config.block_size,
             width=width,
             limit=limit,
-            **self.scratch(role, window_shapes, config.max_num_reqs, width),
+            shift=shift,
+            **guessing,
+            **self.scratch(role, window_shapes, config.max_num_reqs, width, choices),
         )
         batch = ForwardBatch(
             out["out_input_ids"],
@@ -102,11 +157,13 @@ class Framework(ABC):
         stream: int,
         logits_indices: Array | None = None,
         token_ids: Array | None = None,
+        position_offset: int = 0,
     ) -> tuple[Array, Array]:
         """Choose a token from each row of logits [M, V]: arg-max at temperature 0, else drawn with the row's exact noise.
 
         Noise of DRAFT differs from round to round. `logits_indices` [M] int32 may say which place of the window each row of logits is of,
-        -1 to choose none; `token_ids` [V] int32 which target ids the columns are.
+        -1 to choose none; `token_ids` [V] int32 which target ids the columns are. `position_offset` is how far positions lag behind those
+        of the tokens they are fed.
 
         Returns:
             tokens [M] int32 in target ids, and [M] int32: 1 where logits were not finite or nothing was allowed.
@@ -122,6 +179,7 @@ class Framework(ABC):
             stream=stream,
             nonce_length=self.fields.num_tokens if stream == DRAFT else None,
             token_ids=token_ids,
+            position_offset=position_offset,
             **self.scratch(role, choice_shapes, *logits.shape),
         )
         return out["out_tokens"], out["out_bad"]
@@ -141,7 +199,7 @@ class Framework(ABC):
     def run(self, op: Op, **arguments: Any) -> Mapping[str, Any]:
         """Run an operation. A written argument that is named like a field is that field, and is from now on what was written.
 
-        The same holds for what `proposals` returns.
+        The same holds for what `proposals` and `features` return.
 
         Returns:
             the arguments by name, as they are after the operation.
@@ -168,8 +226,25 @@ class Framework(ABC):
         """
 
     @abstractmethod
-    def put_proposals(self, **values: Array) -> None:
-        """Replace some of the proposals by arrays of their shapes and dtypes, of the framework or on the host."""
+    def mark_points(self, points: Array) -> None:
+        """Note in the proposals which rows' drafts are just proposed: [R] int32, not 0 where they are."""
+
+    @abstractmethod
+    def features(self, *, write: bool = False) -> Array:
+        """What the draft reads of hidden states, [R, K + 1, F] float32; see `funcspec.leases.carried_layout`.
+
+        Args:
+            write: whether they will be written.
+        """
+
+    @abstractmethod
+    def put_carried(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
+        """Replace rows of what the state carries along.
+
+        Args:
+            rows: row numbers.
+            values: by name, new values for these rows, of the framework or on the host; of features perhaps only the first places.
+        """
 
     @abstractmethod
     def copied(self, array: Array) -> Array:
@@ -200,8 +275,8 @@ class Framework(ABC):
         """Refuse what is not an array of the framework with this shape and kind of elements, on the state's device."""
 
     @abstractmethod
-    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> Array:
-        """Run the model on the role's KV and check what it returns: logits [count, model.vocab_size]."""
+    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> tuple[Array, tuple[Array, ...]]:
+        """Run the model on the role's KV and check what it returns: logits [count, model.vocab_size], and hidden states."""
 
     @abstractmethod
     def prepare_write(self, role: str) -> None:
@@ -234,8 +309,28 @@ class Framework(ABC):
         """
 
     @abstractmethod
-    def ingest(self, role: str, model: Model, blocks: Any, tokens: Sequence[int], chunk: int) -> torch.Tensor | None:
-        """Feed the first tokens of a row into blocks that `reserve` returned, `chunk` at a time; logits [1, V] after the last one."""
+    def ingest(
+        self,
+        role: str,
+        model: Model,
+        blocks: Any,
+        tokens: Sequence[int],
+        chunk: int,
+        *,
+        layers: tuple[int, ...] = (),
+        features: torch.Tensor | None = None,
+    ) -> "Ingested":
+        """Feed the first tokens of a row into blocks that `reserve` returned, `chunk` at a time.
+
+        Args:
+            role: "target" or "draft".
+            model: whose KV it is.
+            blocks: blocks of the row.
+            tokens: token ids.
+            chunk: most tokens in a pass.
+            layers: hidden states to return.
+            features: [len(tokens), F] what a draft reads besides; then no logits are asked for.
+        """
 
     @abstractmethod
     def put_cache(self, role: str, blocks: Any, values: Mapping[str, torch.Tensor]) -> None:
@@ -256,4 +351,4 @@ class Framework(ABC):
         """
 
 
-__all__ = ["Framework", "Kind", "Window"]
+__all__ = ["Framework", "Guess", "Ingested", "Kind", "Window", "check_hidden"]

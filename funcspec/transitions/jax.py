@@ -18,12 +18,12 @@ from funcspec.constants import PAD_SLOT
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.interop import jax_dtype, lift
 from funcspec.kernels.op import Op, next_power_of_2
-from funcspec.leases import PROPOSALS, JaxLease, host_copy
+from funcspec.leases import CARRIED, FEATURES, PROPOSALS, JaxLease, host_copy
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import refuse_reservation
 from funcspec.state import ARRAY_FIELDS, SpecState, field_shape, name_step
 from funcspec.transitions.base import Transition
-from funcspec.transitions.framework import Kind
+from funcspec.transitions.framework import Ingested, Kind, check_hidden
 from funcspec.transitions.shapes import Shapes, in_blocks
 
 LOGITS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -36,7 +36,7 @@ class JaxTransition(Transition):
     """A step on a state of JAX.
 
     Attributes:
-        kv: by role, the KV as it is now; under a ratio rule also the proposals.
+        kv: by role, the KV as it is now; and what is carried along.
     """
 
     fields: SimpleNamespace
@@ -51,6 +51,7 @@ class JaxTransition(Transition):
         self.fields = SimpleNamespace(**{name: _field(self.config, name, lease.arrays[name]) for name in ARRAY_FIELDS})
         self.kv = dict(lease.kv)
         self.phase, self.stamp, self.draft_steps = lease.phase, lease.stamp, lease.draft_steps
+        self.partners = lease.models
         self._reserved: dict[str, set[int]] = {}
 
     def run(self, op: Op, **arguments: Any) -> Mapping[str, Any]:
@@ -59,17 +60,32 @@ class JaxTransition(Transition):
         for name in op.writes:
             if name in ARRAY_FIELDS:
                 setattr(self.fields, name, out[name])
-        self.put_proposals(**{name: out[name] for name in op.writes if name in PROPOSALS})
+        self._carry({name: out[name] for name in op.writes if name in CARRIED})
         return out
 
     def proposals(self, *, write: bool = False) -> Mapping[str, jax.Array]:
         """They are part of every state under a ratio rule."""
-        return self.kv.get("proposals", {})
+        return {name: array for name, array in self.kv.get("carried", {}).items() if name in PROPOSALS}
 
-    def put_proposals(self, **values: Any) -> None:
-        """Replace them."""
+    def mark_points(self, points: jax.Array) -> None:
+        """Replace the array."""
+        self._carry({"is_point": points})
+
+    def features(self, *, write: bool = False) -> jax.Array:
+        """They are part of every state whose draft reads hidden states."""
+        return self.kv["carried"][FEATURES]
+
+    def put_carried(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
+        """Make them anew."""
+        index = np.array(rows, np.int32)
+        for name, new in values.items():
+            array, new = self.kv["carried"][name], jnp.array(torch.as_tensor(new).cpu().numpy())
+            at = array.at[index, : new.shape[1]] if name == FEATURES else array.at[index]
+            self._carry({name: at.set(new)})
+
+    def _carry(self, values: Mapping[str, jax.Array]) -> None:
         if values:
-            self.kv["proposals"] = {**self.kv["proposals"], **{name: jnp.asarray(value) for name, value in values.items()}}
+            self.kv["carried"] = {**self.kv["carried"], **values}
 
     def scratch(self, role: str, shapes: Callable[..., Shapes], *sizes: int) -> Mapping[str, Any]:
         """Shapes only: the operation makes new arrays."""
@@ -116,10 +132,10 @@ class JaxTransition(Transition):
         if value.shape != shape or value.dtype not in dtypes:
             refuse(argument, expected, f"{list(value.shape)} {value.dtype}", fix)
 
-    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> jax.Array:
+    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Run the model on the role's KV."""
-        self.kv[role], logits = _checked(model, self.kv[role], batch, count)
-        return logits
+        self.kv[role], logits, hidden = _checked(model, self.kv[role], batch, count)
+        return logits, hidden
 
     def prepare_write(self, role: str) -> None:
         """Do nothing: values are not shared."""
@@ -151,11 +167,22 @@ class JaxTransition(Transition):
         held.update(*taken)
         return taken
 
-    def ingest(self, role: str, model: Model, blocks: tuple[int, ...], tokens: Sequence[int], chunk: int) -> torch.Tensor | None:
+    def ingest(
+        self,
+        role: str,
+        model: Model,
+        blocks: tuple[int, ...],
+        tokens: Sequence[int],
+        chunk: int,
+        *,
+        layers: tuple[int, ...] = (),
+        features: torch.Tensor | None = None,
+    ) -> Ingested:
         """Feed tokens in padded passes of one row."""
         owned = self.kv[role] is not self._lease.kv[role]  # the first pass leaves the caller's KV as it is, later ones work in place
-        self.kv[role], logits = ingest(model, self.kv[role], blocks, tokens, chunk, self.config, owned=owned)
-        return logits
+        settings: dict[str, Any] = {"owned": owned, "layers": layers, "features": features}
+        self.kv[role], found = ingest(model, self.kv[role], blocks, tokens, chunk, self.config, **settings)
+        return found
 
     def put_cache(self, role: str, blocks: tuple[int, ...], values: Mapping[str, torch.Tensor]) -> None:
         """Make new KV with the row in it."""
@@ -187,8 +214,17 @@ def block_row(config: SpecConfig, ids: Sequence[int] | None) -> list[int]:
 
 
 def ingest(
-    model: Model, kv: Mapping[str, Any], blocks: Sequence[int], tokens: Sequence[int], chunk: int, config: SpecConfig, *, owned: bool
-) -> tuple[Mapping[str, Any], torch.Tensor | None]:
+    model: Model,
+    kv: Mapping[str, Any],
+    blocks: Sequence[int],
+    tokens: Sequence[int],
+    chunk: int,
+    config: SpecConfig,
+    *,
+    owned: bool,
+    layers: tuple[int, ...] = (),
+    features: torch.Tensor | None = None,
+) -> tuple[Mapping[str, Any], Ingested]:
     """Feed the first tokens of one row to its blocks, `chunk` at a time, in passes padded to a power of two places.
 
     Args:
@@ -199,11 +235,13 @@ def ingest(
         chunk: most tokens in a pass.
         config: the state's configuration.
         owned: whether `kv` may be donated to the first pass; later passes work in place in any case.
+        layers, features: as for `Framework.ingest`.
 
     Returns:
-        the new KV, and logits [1, V] after the last token as a tensor, or None if there are no tokens.
+        the new KV, and what was found on the way.
     """
-    logits = None
+    logits, found = None, []
+    wanted = 1 if features is None else 0
     size = config.block_size
     opaque = jax.tree_util.all_leaves([model])  # a model that is no pytree is not an argument of a program
     for start in range(0, len(tokens), chunk):
@@ -213,14 +251,21 @@ def ingest(
         places[2] = PAD_SLOT
         positions = np.arange(start, start + len(part), dtype=np.int32)
         places[:, : len(part)] = part, positions, np.asarray(blocks, np.int32)[positions // size] * size + positions % size
-        starts, last = np.array([0, len(part)], np.int32), np.array([len(part) - 1], np.int32)
+        starts, last = np.array([0, len(part)], np.int32), np.array([len(part) - 1] * wanted, np.int32)
         seen, table = np.array([start + len(part)], np.int32), np.array([block_row(config, blocks)], np.int32)
         ids, at, starts, seen, slots, table, last = map(jnp.array, (places[0], places[1], starts, seen, places[2], table, last))
-        batch = ForwardBatch(ids, at, starts, seen, slots, table, last, width)
+        fed = None
+        if features is not None:
+            rows = features[start : start + len(part)].cpu()
+            fed = jnp.array(torch.nn.functional.pad(rows, (0, 0, 0, width - len(part))).numpy())
+        batch = ForwardBatch(ids, at, starts, seen, slots, table, last, width, layers, fed)
         run = _checked if opaque else _in_place if owned else _copied
-        kv, logits = run(model, kv, batch, 1)
+        kv, logits, hidden = run(model, kv, batch, wanted)
+        if layers:
+            found.append(torch.from_dlpack(jnp.concatenate(hidden, 1)[: len(part)].astype(jnp.float32)))
         owned = True
-    return kv, None if logits is None else torch.from_dlpack(logits)
+    after = torch.from_dlpack(logits) if logits is not None and wanted else None
+    return kv, Ingested(after, torch.cat(found) if found else None)
 
 
 def _owned(array: jax.Array) -> jax.Array:
@@ -240,16 +285,19 @@ def _field(config: SpecConfig, name: str, value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def _checked(model: Model, kv: Mapping[str, Any], batch: ForwardBatch, count: int) -> tuple[Mapping[str, Any], jax.Array]:
+def _checked(
+    model: Model, kv: Mapping[str, Any], batch: ForwardBatch, count: int
+) -> tuple[Mapping[str, Any], jax.Array, tuple[jax.Array, ...]]:
     """Run a forward and check what it returns.
 
     Raises:
-        ModelError: the new KV is not shaped as the old one, or the logits are not [count, model.vocab_size] of a float type.
+        ModelError: the new KV is not shaped as the old one, the logits are not [count, model.vocab_size] of a float type, or hidden states
+            are missing.
     """
     result = model.forward(kv, batch)
     if not isinstance(result, tuple) or len(result) != 3:
         raise ModelError(f"forward: expected (kv, logits, hidden), got {type(result).__name__}. Fix: return the three of them.")
-    new, logits, _ = result
+    new, logits, hidden = result
     shapes = {name: (array.shape, array.dtype) for name, array in kv.items()}
     if not isinstance(new, Mapping) or {name: (array.shape, array.dtype) for name, array in new.items()} != shapes:
         raise ModelError(f"forward: expected new KV with the shapes and dtypes of the old, {shapes}, got another. Fix: return all of it.")
@@ -259,7 +307,9 @@ def _checked(model: Model, kv: Mapping[str, Any], batch: ForwardBatch, count: in
             f"forward: expected float logits [{count}, {model.vocab_size}], got {found}. "
             "Fix: return logits at batch.logits_indices only (at all tokens if it is None), as a float32, bfloat16 or float16 jax.Array."
         )
-    return dict(new), logits
+    if batch.hidden_layers:
+        check_hidden(hidden, batch)
+    return dict(new), logits, tuple(hidden)
 
 
 _copied = jax.jit(_checked, static_argnums=3)

@@ -1,10 +1,12 @@
 """Judging on an open step: the target's pass over a round, and what the rule makes of it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from funcspec.kernels.acceptance import accept_matching_
 from funcspec.kernels.early_stops import mask_early_stops_
+from funcspec.kernels.keep_features import keep_features_
 from funcspec.kernels.ratio import judge_drafts_
 from funcspec.kernels.recovery import recover_tokens_
 from funcspec.kernels.window_inputs import VERIFY
@@ -22,7 +24,13 @@ class Judging(Framework):
         config = self.config
         self.prepare_write("target")
         window = self.verified_window()
-        logits = self.forward("target", model, window.batch, config.max_num_reqs * (config.num_speculative_tokens + 1))
+        spec = self.partners["draft"].features if "draft" in self.partners else None
+        batch = window.batch if spec is None else replace(window.batch, hidden_layers=spec.layers)
+        logits, hidden = self.forward("target", model, batch, config.max_num_reqs * (config.num_speculative_tokens + 1))
+        if spec is not None:
+            for index, states in enumerate(hidden):
+                features, column = self.features(write=True), index * (spec.size // len(spec.layers))
+                self.run(keep_features_, hidden=states, is_live=self.fields.is_live, features=features, first_column=column)
         self.advance("target")
         return window, logits
 

@@ -11,11 +11,11 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of buffers by the name of the argument they are passed as."""
 
 
-def window_shapes(rows: int, width: int) -> Shapes:
+def window_shapes(rows: int, width: int, choices: int) -> Shapes:
     """Outputs of `window_inputs_`."""
     places = ("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows")
-    by_row = ("out_seq_lens", "out_last_token_indices")
-    return {**dict.fromkeys(places, ((rows * width,), torch.int32)), **dict.fromkeys(by_row, ((rows,), torch.int32))}
+    by_row: Shapes = {"out_seq_lens": ((rows,), torch.int32), "out_last_token_indices": ((rows * choices,), torch.int32)}
+    return {**dict.fromkeys(places, ((rows * width,), torch.int32)), **by_row}
 
 
 def choice_shapes(count: int, vocab_size: int) -> Shapes:

@@ -4,7 +4,7 @@ The state a step came from is not touched before the forward has succeeded: if a
 not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from funcspec.constants import NO_TOKEN
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.kernels.kv_cache import copy_blocks_
 from funcspec.kernels.op import Op
-from funcspec.leases import Buffers, Lease, new_proposals
+from funcspec.leases import CARRIED, FEATURES, PROPOSALS, Buffers, Lease, new_carried
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import STRANGER, BlockCopies, Branch, Pool, RowBlocks
 from funcspec.state import ARRAY_FIELDS, ROUND_START, SpecState, name_step
 from funcspec.transitions.base import Transition
-from funcspec.transitions.framework import Kind
+from funcspec.transitions.framework import Ingested, Kind, check_hidden
 from funcspec.transitions.shapes import Shapes, in_blocks
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +50,7 @@ class TorchTransition(Transition):
         self.fields = lease.buffers if self._reuses else lease.buffers.packed()
         self.known_num_tokens = lease.known_num_tokens
         self.phase, self.stamp, self.draft_steps = lease.phase, lease.stamp, lease.draft_steps
+        self.partners = lease.models
 
     def run(self, op: Op, **arguments: Any) -> Mapping[str, Any]:
         """Run an operation in place."""
@@ -79,23 +80,44 @@ class TorchTransition(Transition):
 
     def proposals(self, *, write: bool = False) -> Mapping[str, torch.Tensor]:
         """The input's, to read; to write, those of the new state, taken over from a donated input, else copied or new."""
-        if not write:
-            return self.fields.proposals or self._lease.proposals()
-        if not self.fields.proposals:
-            self._inherit_proposals()
-            self.fields.proposals = self.fields.proposals or new_proposals(self.config, self._lease.models)
-        return self.fields.proposals
+        return self._carried(PROPOSALS, write=write)
 
-    def put_proposals(self, **values: Any) -> None:
+    def mark_points(self, points: torch.Tensor) -> None:
+        """Copy into the new state's."""
+        self._carried(("is_point",), write=True)["is_point"].copy_(points)
+
+    def features(self, *, write: bool = False) -> torch.Tensor:
+        """The input's, to read; to write, those of the new state."""
+        return self._carried((FEATURES,), write=write)[FEATURES]
+
+    def put_carried(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
         """Copy into those of the new state."""
-        own = self.proposals(write=True)
-        for name, value in values.items():
-            own[name].copy_(torch.as_tensor(value))
+        index = torch.tensor(rows, dtype=torch.int64, device=self.config.device)
+        for name, array in self._carried(tuple(values), write=True).items():
+            new = torch.as_tensor(values[name]).to(array.device, array.dtype)
+            if name == FEATURES:
+                array[index, : new.shape[1]] = new
+            else:
+                array[index] = new
 
-    def _inherit_proposals(self) -> None:
-        """Give the new state the input's proposals: the very same if it is donated, else a copy of what counts."""
-        if not self.fields.proposals:
-            self.fields.proposals = self._lease.buffers.proposals if self._donate else self._lease.copied_proposals()
+    def _carried(self, names: tuple[str, ...], *, write: bool) -> dict[str, torch.Tensor]:
+        """What is carried along, by name; to read, without what there is none of."""
+        own, held = self.fields.carried, self._lease.carried()
+        if not write:
+            found = {**held, **own}
+            return {name: found[name] for name in names if name in found}
+        self._inherit(names)
+        missing = [name for name in names if name not in own]
+        if missing:
+            own.update({name: array for name, array in new_carried(self.config, self._lease.models).items() if name in missing})
+        return {name: own[name] for name in names}
+
+    def _inherit(self, names: Iterable[str]) -> None:
+        """Give the new state what the input carries: the very same if it is donated, else a copy of what counts."""
+        own, held = self.fields.carried, self._lease.buffers.carried if self._donate else self._lease.carried()
+        for name in names:
+            if name in held and name not in own:
+                own[name] = held[name] if self._donate else held[name].clone()
 
     def copied(self, array: torch.Tensor) -> torch.Tensor:
         """A copy."""
@@ -139,7 +161,7 @@ class TorchTransition(Transition):
         if tuple(value.shape) != shape or value.dtype not in dtypes or value.device.type != self.config.device_type:
             refuse(argument, expected, f"{list(value.shape)} {value.dtype} on {value.device}", fix)
 
-    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> torch.Tensor:
+    def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the model on the role's pool."""
         return run_model(model, self._branch(role).pool, batch, count)
 
@@ -172,8 +194,7 @@ class TorchTransition(Transition):
         """Make the new state; a donated input dies here."""
         if phase == ROUND_START and self.draft is not None:
             self.draft = self.draft.release_guard()
-        if self._donate or phase != ROUND_START:
-            self._inherit_proposals()
+        self._inherit(CARRIED if self._donate or phase != ROUND_START else (FEATURES,))
         lease = self._lease
         new = Lease(self.fields, self.name, self.target, self.draft, lease.models, self.known_num_tokens, phase, stamp, draft_steps)
         if self._donate:
@@ -184,9 +205,19 @@ class TorchTransition(Transition):
         """Take blocks from the role's pool."""
         return self._branch(role).pool.reserve(counts)
 
-    def ingest(self, role: str, model: Model, blocks: RowBlocks, tokens: Sequence[int], chunk: int) -> torch.Tensor | None:
+    def ingest(
+        self,
+        role: str,
+        model: Model,
+        blocks: RowBlocks,
+        tokens: Sequence[int],
+        chunk: int,
+        *,
+        layers: tuple[int, ...] = (),
+        features: torch.Tensor | None = None,
+    ) -> Ingested:
         """Feed tokens in passes of one row."""
-        return ingest(model, self._branch(role).pool, blocks, tokens, chunk, self.config.device)
+        return ingest(model, self._branch(role).pool, blocks, tokens, chunk, self.config.device, layers=layers, features=features)
 
     def put_cache(self, role: str, blocks: RowBlocks, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the role's pool."""
@@ -276,37 +307,49 @@ def revive(state: SpecState, newest: SpecState) -> None:
     dead.revive(fields, target, draft)
 
 
-def ingest(model: Model, pool: Pool, blocks: RowBlocks, tokens: Sequence[int], chunk: int, device: str) -> torch.Tensor | None:
-    """Feed the first tokens of one row to its blocks of a pool, `chunk` at a time.
-
-    Returns:
-        logits [1, V] after the last token, or None if there are no tokens.
-    """
-    logits = None
+def ingest(
+    model: Model,
+    pool: Pool,
+    blocks: RowBlocks,
+    tokens: Sequence[int],
+    chunk: int,
+    device: str,
+    *,
+    layers: tuple[int, ...] = (),
+    features: torch.Tensor | None = None,
+) -> Ingested:
+    """Feed the first tokens of one row to its blocks of a pool, `chunk` at a time; see `Framework.ingest`."""
+    logits, found = None, []
     size = pool.block_size
     table = torch.tensor([blocks.ids], dtype=torch.int32, device=device)
+    wanted = 1 if features is None else 0
     for start in range(0, len(tokens), chunk):
         part = list(tokens[start : start + chunk])
         positions = range(start, start + len(part))
         slots = [blocks.ids[position // size] * size + position % size for position in positions]
         inputs = torch.tensor([part, list(positions), slots], dtype=torch.int32).to(device)
         bounds = torch.tensor([0, len(part), positions.stop, len(part) - 1], dtype=torch.int32).to(device)
-        batch = ForwardBatch(inputs[0], inputs[1], bounds[:2], bounds[2:3], inputs[2], table, bounds[3:], len(part))
-        logits = run_model(model, pool, batch, 1)
-    return logits
+        fed = None if features is None else features[start : positions.stop]
+        last = bounds[3 : 3 + wanted]
+        batch = ForwardBatch(inputs[0], inputs[1], bounds[:2], bounds[2:3], inputs[2], table, last, len(part), layers, fed)
+        logits, hidden = run_model(model, pool, batch, wanted)
+        if layers:
+            found.append(torch.cat(hidden, 1).float())
+    return Ingested(logits if wanted else None, torch.cat(found) if found else None)
 
 
-def run_model(model: Model, pool: Pool, batch: ForwardBatch, count: int) -> torch.Tensor:
-    """Run a forward without autograd and check the logits' shape.
+def run_model(model: Model, pool: Pool, batch: ForwardBatch, count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Run a forward without autograd and check what it returns.
 
     Raises:
-        ModelError: the model returned other KV buffers, or logits that are not [count, model.vocab_size] of float32, bfloat16 or float16.
+        ModelError: the model returned other KV buffers, logits that are not [count, model.vocab_size] of float32, bfloat16 or float16, or
+            not one hidden state for each layer that was asked for.
     """
     with torch.no_grad():
         result = model.forward(pool.kv, batch)
     if not isinstance(result, tuple) or len(result) != 3:
         raise ModelError(f"forward: expected (kv, logits, hidden), got {type(result).__name__}. Fix: return the three of them.")
-    kv, logits, _ = result
+    kv, logits, hidden = result
     if kv is not pool.kv and any(kv.get(name) is not buffer for name, buffer in pool.kv.items()):
         raise ModelError("forward: expected the KV buffers it was given, got others. Fix: write to them in place and return them.")
     if not isinstance(logits, torch.Tensor) or logits.shape != (count, model.vocab_size) or logits.dtype not in LOGITS_DTYPES:
@@ -315,7 +358,9 @@ def run_model(model: Model, pool: Pool, batch: ForwardBatch, count: int) -> torc
             f"forward: expected float logits [{count}, {model.vocab_size}], got {found}. "
             "Fix: return logits at batch.logits_indices only (at all tokens if it is None), as a float32, bfloat16 or float16 tensor."
         )
-    return logits
+    if batch.hidden_layers:
+        check_hidden(hidden, batch)
+    return logits, hidden
 
 
 __all__ = ["LOGITS_DTYPES", "TorchTransition", "ingest", "revive", "run_model"]
