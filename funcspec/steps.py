@@ -219,7 +219,7 @@ def step_round(
     num_draft: int | list[int] | Array | None = None,
     donate: bool = False,
 ) -> tuple[SpecState, Verdict]:
-    """One turn of the loop: `prefill`, K - 1 times `decode`, `verify`.
+    """One turn of the loop: `prefill`, K - 1 times `decode` (never for a drafter of one pass), `verify`.
 
     Args:
         state: a state at the start of a round.
@@ -238,7 +238,7 @@ def step_round(
     check_partner("target", target, check_state(state, "step_round").lease.models["target"], state.framework)
     newest, _ = prefill(state, drafter, num_draft=num_draft, donate=donate)
     try:
-        for _ in range(state.config.num_speculative_tokens - 1):
+        for _ in range(0 if getattr(drafter, "one_pass", False) else state.config.num_speculative_tokens - 1):
             newest, _ = decode(newest, drafter, donate=True)
         return verify(newest, target, donate=True)
     except BaseException:

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything with these members can draft; no base class and no registry is needed."""
+    """Anything with these members can draft; no base class and no registry is needed.
+
+    A drafter that fills all places at step 0, and whose `next` so has nothing to do, may say so with an attribute `one_pass` that is True.
+    """
 
     @property
     def proposal(self) -> Literal["sampled", "point"]:

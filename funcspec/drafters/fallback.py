@@ -33,6 +33,11 @@ class Fallback:
         return self.second.token_ids
 
     @property
+    def one_pass(self) -> bool:
+        """Whether the second one needs no further steps."""
+        return getattr(self.second, "one_pass", False)
+
+    @property
     def kv_model(self) -> Model | None:
         """The model of the second one."""
         return self.second.kv_model

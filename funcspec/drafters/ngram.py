@@ -38,6 +38,11 @@ class Ngram:
         return None
 
     @property
+    def one_pass(self) -> Literal[True]:
+        """All places are filled at step 0."""
+        return True
+
+    @property
     def kv_model(self) -> None:
         """There is no model."""
         return None
