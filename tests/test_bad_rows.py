@@ -38,6 +38,7 @@ class Spoiled(ChecksumModel):
 @pytest.mark.parametrize("rule", [fs.rules.greedy, fs.rules.coupled])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spoiled_row_is_flagged_and_alone(kind: str, rule: fs.rules.Rule, drafts: int, donate: bool) -> None:
+    """H4 from the model on, wherever the row is spoiled."""
     target, drafter = Spoiled(kind, 6), fs.drafters.standalone(ChecksumDraft())
     temperature = [0.7, 0.0] if rule.samples else 0.0
     state = fs.init(config(rows=3, drafts=drafts, rule=rule), target, drafter)

@@ -128,6 +128,7 @@ UNFIT = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", UNFIT)
 def test_models_of_other_kinds(case: str) -> None:
+    """B7: models whose cache cannot be gone back in, and others, are refused when they are wrapped."""
     build, message = UNFIT[case]
     refused(build(), rf"^lm: .*({message})")
 

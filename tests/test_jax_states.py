@@ -183,6 +183,7 @@ def test_donated_buffers_keep_their_addresses() -> None:
 
 
 def test_undonated_arrays_are_untouched() -> None:
+    """M1 for all leaves of a state."""
     state, target, drafter = admitted("jax", config())
     before = jax.tree.map(np.array, state)
     for step in (fs.step_round, jax.jit(fs.step_round)):

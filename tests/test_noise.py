@@ -175,6 +175,7 @@ def test_uniform_is_never_zero_or_one() -> None:
 
 
 def test_gumbel_is_finite_falling_and_close_to_real_numbers() -> None:
+    """H6 over words of all sizes."""
     for part in range(9):
         words = reachable_words(part, step=17)
         g = noise.gumbel(words)
@@ -345,7 +346,7 @@ def test_every_bit_and_byte_of_the_words_is_fair() -> None:
 
 
 def test_tails_have_their_probability() -> None:
-    """Exact count, no sampling: noise falls in the word, so P(noise > x) is found by bisection over all 2^32 words.
+    """H8 as an exact count, no sampling: noise falls in the word, so P(noise > x) is found by bisection over all 2^32 words.
 
     Noise computed as -log(-log(u)) in float32 stops at 16.64, and tokens 20.5 nats below the head could never win.
     """

@@ -84,6 +84,7 @@ DEAD_USES = {
 
 @pytest.mark.parametrize("use", DEAD_USES)
 def test_a_dead_state_refuses(state: fs.SpecState, use: str) -> None:
+    """M10 for every use of a state."""
     fs.prefill(state, DRAFTER, donate=True)
     with pytest.raises(DonatedStateError, match=r"consumed by prefill #\d+ \(donate=True\)\. Fix: use the state that step returned"):
         DEAD_USES[use](state)

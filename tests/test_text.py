@@ -105,7 +105,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_generation_ends_at_stop_strings(drafts: int, rows: int) -> None:
-    """The same text and tokens for every number of drafts, although rounds emit more behind the stop string."""
+    """I3: the same text and tokens for every number of drafts, although rounds emit more behind the stop string."""
     target = ChecksumModel()
     drafter = fs.drafters.standalone(ChecksumDraft()) if drafts else None
     prompts = [[5, 6, 7], [1], [40, 2, 9, 9]]

@@ -62,13 +62,19 @@ def eagle(head: Model, token_ids: Array | None = None) -> Eagle:
 
     Args:
         head: a model with `features`, a `FeatureSpec` that hands its own state on (`feedback` above 0, `ahead` 1). It reads target ids
-            and keeps KV of its own; `funcspec.models.eagle_head` makes one.
+            and keeps KV of its own, like `funcspec.models.heads.EagleHead`.
         token_ids: [V_draft] int32, the target id of each of the head's output ids, for a reduced output vocabulary; None where the ids
             are the same. A tensor, or for a model of JAX a jax.Array.
 
     Raises:
         ArgumentTypeError, ArgumentError: as for `standalone`.
         ModelError: the model is no such head.
+
+    Example:
+        >>> import funcspec as fs
+        >>> from funcspec.models import smollm2
+        >>> target = smollm2.load_target()  # doctest: +SKIP
+        >>> drafter = fs.drafters.eagle(*smollm2.load_head(target))  # doctest: +SKIP
 
     Reference: Li et al. 2024, "EAGLE", arXiv 2401.15077; Li et al. 2025, "EAGLE-3", arXiv 2503.01840.
     """

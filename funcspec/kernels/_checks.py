@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from funcspec.errors import ArgumentTypeError, refuse
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+INTEGERS = frozenset((torch.int32, torch.int64, np.dtype(np.int32), np.dtype(np.int64)))
+FLOAT32 = frozenset((torch.float32, np.dtype(np.float32)))
 OVERFLOWS = ("reference", "freeze")
 
 
@@ -46,6 +49,30 @@ def check_index_matrix(name: str, matrix: torch.Tensor, rows: int) -> None:
         refuse(name, "consecutive columns", f"strides {matrix.stride()}", "pass rows that are contiguous")
 
 
+def check_flags(name: str, flags: torch.Tensor, length: int) -> None:
+    """Refuse what a kernel cannot address as `length` consecutive flags.
+
+    Raises:
+        ArgumentTypeError: not bool.
+        ArgumentError: too short, not 1-D or not contiguous.
+    """
+    if flags.dtype != torch.bool:
+        refuse(name, "bool", flags.dtype, "compare with 0 once, outside the loop", ArgumentTypeError)
+    if flags.dim() != 1 or flags.shape[0] < length or not flags.is_contiguous():
+        found = f"shape {tuple(flags.shape)}, strides {flags.stride()}"
+        refuse(name, f"a contiguous 1-D array of at least {length} flags", found, "pass arrays that belong to one batch")
+
+
+def check_other_buffer(name: str, out: torch.Tensor, read_name: str, read: torch.Tensor) -> None:
+    """Refuse an output that is an input of which other rows still read.
+
+    Raises:
+        ArgumentError: both start at the same address.
+    """
+    if out.data_ptr() == read.data_ptr() and out.numel() and read.numel():
+        refuse(name, f"another buffer than {read_name}", "the same one", "rows read what others have written by then: use two buffers")
+
+
 def check_positive(name: str, value: int) -> None:
     """Refuse a size that is not at least 1.
 
@@ -67,7 +94,41 @@ def check_overflow(overflow: str) -> None:
 
 
 def check_rows(rows: int, names: tuple[str, ...], arrays: tuple[torch.Tensor | NDArray[Any], ...]) -> None:
-    """Refuse arrays that do not have exactly one entry for each row."""
+    """Refuse arrays that are not exactly one integer for each row, one behind the other; temperatures are float32.
+
+    Raises:
+        ArgumentTypeError: another dtype.
+        ArgumentError: another shape, or gaps.
+    """
     for name, array in zip(names, arrays, strict=True):
         if array.shape != (rows,):
             refuse(name, f"one entry for each of {rows} rows", f"shape {tuple(array.shape)}", "pass arrays of one batch")
+        if array.dtype not in (FLOAT32 if name == "temperature" else INTEGERS):
+            expected = "float32" if name == "temperature" else "int32 or int64"
+            refuse(name, expected, array.dtype, "convert it once, outside the loop", ArgumentTypeError)
+        if not _is_contiguous(array):
+            refuse(name, "consecutive entries", f"strides {_strides(array)}", "pass a contiguous array")
+
+
+def check_matrix(name: str, matrix: torch.Tensor | NDArray[Any], rows: int) -> None:
+    """Refuse what is not that many rows of consecutive integers; rows may lie any distance apart.
+
+    Raises:
+        ArgumentTypeError: another dtype.
+        ArgumentError: another shape, or gaps between columns.
+    """
+    if matrix.ndim != 2 or matrix.shape[0] != rows:
+        refuse(name, f"{rows} rows", f"shape {tuple(matrix.shape)}", "pass arrays of one batch")
+    if matrix.dtype not in INTEGERS:
+        refuse(name, "int32 or int64", matrix.dtype, "convert it once, outside the loop", ArgumentTypeError)
+    if not _is_contiguous(matrix) and matrix.shape[1] > 1 and _strides(matrix)[1] != 1:
+        refuse(name, "consecutive columns", f"strides {_strides(matrix)}", "pass rows that are contiguous")
+
+
+def _is_contiguous(array: torch.Tensor | NDArray[Any]) -> bool:
+    return array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
+
+
+def _strides(array: torch.Tensor | NDArray[Any]) -> tuple[int, ...]:
+    """Strides in elements."""
+    return array.stride() if isinstance(array, torch.Tensor) else tuple(stride // array.itemsize for stride in array.strides)

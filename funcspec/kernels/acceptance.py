@@ -9,7 +9,7 @@ import torch
 
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import refuse
-from funcspec.kernels._checks import check_rows
+from funcspec.kernels._checks import check_matrix, check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -90,7 +90,7 @@ BY_ROW = ("row_limit", "num_tokens", "num_draft", "num_drafted", "is_live", "fin
 OUT_BY_ROW = ("out_num_accepted", "out_num_emitted", "out_num_drafted", "out_bad_row")
 
 
-def _check(chosen: Array, bad: Array, tokens: Array, out_tokens: Array, out_origin: Array, by_row: tuple[Array, ...]) -> None:
+def _check(chosen: Array, bad: Array, stop_ids: Array, tokens: Array, out_tokens: Array, out_origin: Array, by_row: tuple[Array, ...]) -> None:
     rows, width = out_tokens.shape
     if tokens.shape[0] != rows:
         refuse("out_tokens", f"{tokens.shape[0]} rows", rows, "allocate one row for each row of tokens")
@@ -101,6 +101,10 @@ def _check(chosen: Array, bad: Array, tokens: Array, out_tokens: Array, out_orig
     if bad.shape[0] < rows * width:
         refuse("bad", f"{rows} * {width} flags", bad.shape[0], "pass a flag for every choice")
     check_rows(rows, BY_ROW + OUT_BY_ROW, by_row)
+    for name, matrix in (("tokens", tokens), ("stop_ids", stop_ids), ("out_tokens", out_tokens), ("out_origin", out_origin)):
+        check_matrix(name, matrix, rows)
+    for name, flat in (("chosen", chosen), ("bad", bad)):
+        check_rows(flat.shape[0], (name,), (flat,))
 
 
 def _launch_accept_matching(
@@ -125,7 +129,7 @@ def _launch_accept_matching(
 ) -> None:
     by_row = (row_limit, num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row)
     out_by_row = (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row)
-    _check(chosen, bad, tokens, out_tokens, out_origin, by_row + out_by_row)
+    _check(chosen, bad, stop_ids, tokens, out_tokens, out_origin, by_row + out_by_row)
     rows, width = out_tokens.shape
     accept_matching_kernel[(rows,)](
         chosen,
@@ -176,7 +180,7 @@ def accept_matching_reference_(
     """Specify `accept_matching_` in plain torch."""
     by_row = (row_limit, num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row)
     out_by_row = (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row)
-    _check(chosen, bad, tokens, out_tokens, out_origin, by_row + out_by_row)
+    _check(chosen, bad, stop_ids, tokens, out_tokens, out_origin, by_row + out_by_row)
     rows, width = out_tokens.shape
     live = is_live != 0
     lane = torch.arange(width, device=tokens.device)
@@ -234,7 +238,7 @@ def accept_matching_host_(
     """Do what `accept_matching_` does on NumPy views, one row after another."""
     by_row = (row_limit, num_tokens, num_draft, num_drafted, is_live, finish_reason, bad_row)
     out_by_row = (out_num_accepted, out_num_emitted, out_num_drafted, out_bad_row)
-    _check(chosen, bad, tokens, out_tokens, out_origin, by_row + out_by_row)
+    _check(chosen, bad, stop_ids, tokens, out_tokens, out_origin, by_row + out_by_row)
     width = out_tokens.shape[1]
     out_tokens.fill(NO_TOKEN)
     out_origin.fill(-1)

@@ -5,7 +5,7 @@ import torch
 
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import refuse
-from funcspec.kernels._checks import check_rows
+from funcspec.kernels._checks import check_matrix, check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -70,6 +70,9 @@ def _check(chosen: Array, num_chosen: int, tokens: Array, out_tokens: Array, by_
         expected = f"{num_chosen} tokens for each of {rows} rows" if num_chosen > 1 else f"one token for each of {rows} rows"
         refuse("chosen", expected, tuple(chosen.shape), "pass arrays of one batch")
     check_rows(rows, BY_ROW, by_row)
+    check_rows(chosen.shape[0], ("chosen",), (chosen,))
+    check_matrix("tokens", tokens, rows)
+    check_matrix("out_tokens", out_tokens, rows)
 
 
 def _launch_append_drafts(

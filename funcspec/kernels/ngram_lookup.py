@@ -9,7 +9,7 @@ import torch
 
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import refuse
-from funcspec.kernels._checks import check_rows
+from funcspec.kernels._checks import check_matrix, check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -73,6 +73,8 @@ def _check(
     check_rows(rows, ("num_tokens", "is_live", "out_counts"), (num_tokens, is_live, counts))
     if proposals.ndim != 2 or proposals.shape[0] != rows:
         refuse("out_proposals", f"[{rows}, K]", tuple(proposals.shape), "allocate a place for every row and draft")
+    check_matrix("tokens", tokens, rows)
+    check_matrix("out_proposals", proposals, rows)
     if not 1 <= min_ngram <= max_ngram:
         refuse("min_ngram", f"from 1 to max_ngram = {max_ngram}", min_ngram, "match at least one token")
     if window is not None and window < 1:

@@ -5,7 +5,7 @@ import torch
 
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import refuse
-from funcspec.kernels._checks import check_rows
+from funcspec.kernels._checks import check_matrix, check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -62,6 +62,8 @@ def _check(proposals: Array, tokens: Array, out_tokens: Array, by_row: tuple[Arr
     if proposals.shape != out_tokens.shape:
         refuse("proposals", f"the shape {tuple(out_tokens.shape)} of out_tokens", tuple(proposals.shape), "propose up to K tokens a row")
     check_rows(rows, BY_ROW, by_row)
+    for name, matrix in (("tokens", tokens), ("proposals", proposals), ("out_tokens", out_tokens)):
+        check_matrix(name, matrix, rows)
 
 
 def _launch_place_drafts(

@@ -22,6 +22,7 @@ import torch
 
 from funcspec.constants import NO_ROW, PAD_SLOT
 from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.kernels._checks import check_matrix, check_rows
 from funcspec.kernels._triton import jit, tl
 from funcspec.kernels.op import Op, next_power_of_2
 
@@ -30,6 +31,8 @@ FEED, DRAFTED, VERIFY = 0, 1, 2
 Array = torch.Tensor | np.ndarray
 
 HOST_INT32 = np.dtype(np.int32)
+
+BY_ROW = ("num_tokens", "fed_len", "num_draft", "num_drafted", "is_live")
 
 OUTPUTS = ("out_input_ids", "out_positions", "out_slot_mapping", "out_token_rows", "out_seq_lens", "out_last_token_indices")
 
@@ -107,7 +110,7 @@ def window_inputs_kernel(
 def _check(
     kind: int,
     tokens: Array,
-    num_tokens: Array,
+    by_row: tuple[Array, ...],
     block_tables: Array,
     width: int,
     shape: tuple[int, int, int, int],
@@ -117,9 +120,11 @@ def _check(
     rows = tokens.shape[0]
     if kind not in (FEED, DRAFTED, VERIFY):
         refuse("kind", "FEED, DRAFTED or VERIFY", kind, "use the constants of funcspec.kernels.window_inputs")
-    if num_tokens.shape != (rows,):
-        refuse("num_tokens", f"one entry for each of {rows} rows", tuple(num_tokens.shape), "pass arrays of one batch")
-    if block_tables.shape[0] != rows or block_tables.shape[1] == 0:
+    check_rows(rows, BY_ROW, by_row)
+    check_matrix("tokens", tokens, rows)
+    if block_tables.ndim == 2 and block_tables.shape[0] == rows:
+        check_matrix("block_tables", block_tables, rows)
+    if block_tables.ndim != 2 or block_tables.shape[0] != rows or block_tables.shape[1] == 0:
         refuse("block_tables", f"{rows} rows of at least one block", tuple(block_tables.shape), "pass arrays of one batch")
     if width < 1:
         refuse("width", "at least 1", width, "pass the number of places a row has")
@@ -166,7 +171,7 @@ def _launch_window_inputs(
 ) -> None:
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
-    _check(kind, tokens, num_tokens, block_tables, width, shape, outputs, torch.int32)
+    _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, torch.int32)
     window_inputs_kernel[(tokens.shape[0],)](
         tokens,
         num_tokens,
@@ -221,7 +226,7 @@ def window_inputs_reference_(
     """Specify `window_inputs_` in plain torch."""
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
-    _check(kind, tokens, num_tokens, block_tables, width, shape, outputs, torch.int32)
+    _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, torch.int32)
     rows, length = tokens.shape
     places = rows * width
     if kind == FEED:
@@ -282,7 +287,7 @@ def window_inputs_host_(
     """Do what `window_inputs_` does on NumPy views, one row after another."""
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
-    _check(kind, tokens, num_tokens, block_tables, width, shape, outputs, HOST_INT32)
+    _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, HOST_INT32)
     rows, places = tokens.shape[0], tokens.shape[0] * width
     for out, fill in ((out_input_ids, 0), (out_positions, 0), (out_slot_mapping, PAD_SLOT), (out_token_rows, NO_ROW)):
         out[:places] = fill

@@ -11,7 +11,7 @@ from typing import Any
 from funcspec.errors import refuse
 from funcspec.models.base import Array, Model
 from funcspec.transitions.drafting import Drafting
-from funcspec.transitions.framework import Ingested
+from funcspec.transitions.framework import Ingested, check_states
 from funcspec.transitions.judging import Judging
 
 
@@ -36,6 +36,8 @@ class Transition(Drafting, Judging):
         spec = self.partners["draft"].features if "draft" in models else None
         layers = () if spec is None else spec.layers
         target = self.ingest("target", models["target"], blocks["target"], tokens[: counts["target"]], chunk, layers=layers)
+        if spec is not None:
+            check_states("target", (target.features,), 1, (counts["target"], spec.size))
         if "draft" in models:
             count, ahead = counts["draft"], 0 if spec is None else spec.ahead
             features = None if target.features is None else target.features[:count]

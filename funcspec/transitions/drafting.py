@@ -8,7 +8,7 @@ from funcspec.kernels.keep_features import keep_features_
 from funcspec.kernels.normalisers import keep_proposals_
 from funcspec.kernels.window_inputs import DRAFTED, FEED
 from funcspec.models.base import Array, FeatureSpec, Model
-from funcspec.transitions.framework import Framework, Guess
+from funcspec.transitions.framework import Framework, Guess, check_states
 from funcspec.transitions.shapes import summing_shapes
 
 
@@ -40,6 +40,8 @@ class Drafting(Framework):
         window = self.window("draft", FEED if first else DRAFTED, width, limit=model.max_len, guess=guess, shift=shift)
         batch = window.batch if spec is None else replace(window.batch, features=self._fed_features(spec, first=first))
         logits, hidden = self.forward("draft", model, batch, rows * count)
+        if spec is not None and spec.feedback:
+            check_states("drafter", hidden, 1, (rows * count, spec.feedback))
         stream = config.rule.draft_stream
         chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, position_offset=offset)
         self._keep_proposals(logits, chosen, first=first, token_ids=token_ids)
@@ -47,6 +49,8 @@ class Drafting(Framework):
             features = self.features(write=True)
             self.run(keep_features_, hidden=hidden[0], is_live=self.fields.is_live, features=features, first_column=0)
         limit = min(model.max_len, config.max_model_len) + offset
+        if first and spec is not None:  # a row that was cut back has no features to feed, so later steps must not go on from it
+            wanted = wanted * (batch.seq_lens > 0)
         self._append(chosen, first=first, wanted=wanted, draft_limit=limit, lag=lag, num_chosen=count)
         self.advance("draft")
 

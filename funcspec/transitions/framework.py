@@ -24,6 +24,8 @@ from funcspec.transitions.shapes import Shapes, choice_shapes, window_shapes
 Kind = Literal["an int32", "a float"]
 """Elements of an array that a caller passes; floats are float32, bfloat16 or float16."""
 
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Guess:
@@ -78,6 +80,27 @@ def check_hidden(hidden: Any, batch: ForwardBatch) -> None:
         raise ModelError(
             f"forward: expected hidden states [{count}, H] of the layers {wanted}, got {shapes}. "
             "Fix: return one array for each of batch.hidden_layers, or use a target that can."
+        )
+
+
+def check_states(whose: str, hidden: Any, count: int, shape: tuple[int, int]) -> None:
+    """Refuse hidden states that a draft's features cannot be made of.
+
+    Args:
+        whose: "target" or "drafter", for the message.
+        hidden: what the model returned, of either framework.
+        count: how many arrays there have to be.
+        shape: shape of each.
+
+    Raises:
+        ModelError: fewer arrays, another shape, or elements that are no floats of at most 32 bits.
+    """
+    states = list(hidden) if isinstance(hidden, tuple | list) else []
+    found = [(tuple(getattr(one, "shape", ())), str(getattr(one, "dtype", type(one).__name__)).removeprefix("torch.")) for one in states]
+    if len(found) != count or any(size != shape or dtype not in STATE_DTYPES for size, dtype in found):
+        raise ModelError(
+            f"{whose}: expected {count} hidden states {list(shape)} of {', '.join(STATE_DTYPES)}, got {found}. "
+            "Fix: let the model return them, or use the draft that was trained for this target."
         )
 
 
@@ -351,4 +374,4 @@ class Framework(ABC):
         """
 
 
-__all__ = ["Framework", "Guess", "Ingested", "Kind", "Window", "check_hidden"]
+__all__ = ["Framework", "Guess", "Ingested", "Kind", "Window", "check_hidden", "check_states"]

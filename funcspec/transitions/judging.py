@@ -12,7 +12,7 @@ from funcspec.kernels.recovery import recover_tokens_
 from funcspec.kernels.window_inputs import VERIFY
 from funcspec.models.base import Array, Model
 from funcspec.noise import TARGET
-from funcspec.transitions.framework import Framework, Window
+from funcspec.transitions.framework import Framework, Window, check_states
 from funcspec.transitions.shapes import judging_shapes, recovery_shapes
 
 
@@ -28,6 +28,7 @@ class Judging(Framework):
         batch = window.batch if spec is None else replace(window.batch, hidden_layers=spec.layers)
         logits, hidden = self.forward("target", model, batch, config.max_num_reqs * (config.num_speculative_tokens + 1))
         if spec is not None:
+            check_states("target", hidden, len(spec.layers), (batch.input_ids.shape[0], spec.size // len(spec.layers)))
             for index, states in enumerate(hidden):
                 features, column = self.features(write=True), index * (spec.size // len(spec.layers))
                 self.run(keep_features_, hidden=states, is_live=self.fields.is_live, features=features, first_column=column)

@@ -84,7 +84,7 @@ class TorchTransition(Transition):
 
     def mark_points(self, points: torch.Tensor) -> None:
         """Copy into the new state's."""
-        self._carried(("is_point",), write=True)["is_point"].copy_(points)
+        self._carried(PROPOSALS, write=True)["is_point"].copy_(points)
 
     def features(self, *, write: bool = False) -> torch.Tensor:
         """The input's, to read; to write, those of the new state."""
@@ -160,6 +160,8 @@ class TorchTransition(Transition):
             refuse(argument, expected, type(value).__name__, fix, ArgumentTypeError)
         if tuple(value.shape) != shape or value.dtype not in dtypes or value.device.type != self.config.device_type:
             refuse(argument, expected, f"{list(value.shape)} {value.dtype} on {value.device}", fix)
+        if kind == "an int32" and not value.is_contiguous():
+            refuse(argument, f"{expected} without gaps", f"strides {value.stride()}", "pass a contiguous tensor")
 
     def forward(self, role: str, model: Model, batch: ForwardBatch, count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the model on the role's pool."""
@@ -267,7 +269,7 @@ class TorchTransition(Transition):
         fields = self.fields
         exact = fields.num_tokens.device.type == "cpu"
         counts = fields.num_tokens.tolist() if exact else list(self.known_num_tokens)
-        back = 1 if role == "target" else self.config.num_speculative_tokens + 1
+        back = 1 if role == "target" else self.config.num_speculative_tokens + 1 + self.partners["draft"].lag
         if exact and role == "draft":
             starts = [min(n, d) for n, d in zip(counts, fields.draft_len.tolist(), strict=True)]
         else:

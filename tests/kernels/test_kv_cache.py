@@ -113,7 +113,7 @@ def test_copies_only_reached_blocks(
 
 
 def test_addresses_are_64_bit_wide(backend: Any, kernel_device: str) -> None:
-    """Slot 200000 of stride 16384 lies at 3276800000, beyond 32 bits; the cache is virtual memory that is hardly touched."""
+    """H2: slot 200000 of stride 16384 lies at 3276800000, beyond 32 bits; the cache is virtual memory that is hardly touched."""
     if kernel_device == "cpu":
         cache = torch.empty(200001, 1, 1, 16384, dtype=torch.uint8)
     else:
