@@ -37,19 +37,21 @@ def measure(step: Callable[[fs.SpecState], fs.SpecState], state: fs.SpecState, r
     return statistics.median(device), statistics.median(host)
 
 
-def rows(batch: int, drafts: int, target: Llama, drafter: fs.drafters.Standalone, rounds: int) -> None:
-    """Print the three kinds of round for one batch size and number of drafts."""
+def rows(batch: int, drafts: int, target: Llama, drafter: fs.drafters.Drafter, rounds: int, rule: fs.rules.Rule) -> None:
+    """Print the three kinds of round for one batch size, number of drafts and rule; rules that sample do so at temperature 1."""
+    heat = 1.0 if rule.samples else 0.0
     prompts = [[7 + row, 11, 13, 17] * 16 for row in range(batch)]
-    config = fs.SpecConfig(batch, 1024, drafts, fs.rules.greedy, device="cuda")
-    state, _ = fs.admit(fs.init(config, target, drafter), target, drafter, prompts, seeds=[0] * batch)
+    config = fs.SpecConfig(batch, 1024, drafts, rule, device="cuda")
+    state, _ = fs.admit(fs.init(config, target, drafter), target, drafter, prompts, seeds=[0] * batch, temperature=heat)
     captured = graphs.capture(fs.step_round, state, target, drafter)
-    plain, _ = fs.admit(fs.init(config.replace(num_speculative_tokens=0), target), target, None, prompts, seeds=[0] * batch)
+    alone = config.replace(num_speculative_tokens=0)
+    plain, _ = fs.admit(fs.init(alone, target), target, None, prompts, seeds=[0] * batch, temperature=heat)
     captured_plain = graphs.capture(fs.verify, plain, target)
     eager = measure(lambda state: fs.step_round(state, target, drafter, donate=True)[0], fs.fork(state), rounds)
     whole = measure(lambda state: captured(state, copy=False)[0], state, rounds)
     single = measure(lambda state: captured_plain(state, copy=False)[0], plain, rounds)
     print(
-        f"R={batch} K={drafts}: eager {eager[0]:.2f} ms, captured {whole[0]:.3f} ms ({whole[1]:.0f} us host), "
+        f"{rule.name} R={batch} K={drafts}: eager {eager[0]:.2f} ms, captured {whole[0]:.3f} ms ({whole[1]:.0f} us host), "
         f"captured plain {single[0]:.3f} ms ({single[1]:.0f} us host); a round costs {whole[0] / single[0]:.2f} plain passes"
     )
 
@@ -59,13 +61,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=50)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    options.add_argument("--rules", nargs="+", choices=("greedy", "coupled", "ratio"), default=["greedy", "ratio"])
     settings = options.parse_args()
     dtype = getattr(torch, settings.dtype)
     target = random_llama(TARGET, 0, dtype, "cuda")
     drafter = fs.drafters.standalone(random_llama(DRAFT, 1, dtype, "cuda"))
     print(torch.cuda.get_device_name(), settings.dtype)
-    for batch, drafts in ((1, 1), (1, 3), (1, 7), (16, 3)):
-        rows(batch, drafts, target, drafter, settings.rounds)
+    for rule in settings.rules:
+        for batch, drafts in ((1, 1), (1, 3), (1, 7), (16, 3)):
+            rows(batch, drafts, target, drafter, settings.rounds, getattr(fs.rules, rule))
 
 
 if __name__ == "__main__":

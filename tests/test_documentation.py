@@ -1,4 +1,4 @@
-"""Public things are described, and the README's Python runs as written."""
+"""Public things are described, and the Python of the README and the documents runs as written."""
 
 import inspect
 import re
@@ -11,7 +11,8 @@ import pytest
 
 import funcspec
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [ROOT / "README.md", ROOT / "docs/drafters.md"]  # the others show models of the reader's own
 
 
 def public_objects(module: ModuleType, seen: set[int]) -> Iterator[tuple[str, object]]:
@@ -41,9 +42,9 @@ def is_described(value: object) -> bool:
     return bool(text) and not (inspect.isclass(value) and text.startswith(f"{value.__name__}("))
 
 
-def readme_blocks() -> list[tuple[int, str]]:
+def python_blocks(path: Path) -> list[tuple[int, str]]:
     """The first line number and the text of each Python block."""
-    text = README.read_text()
+    text = path.read_text()
     blocks = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, block.start(1)) + 1, block[1]) for block in blocks]
 
@@ -61,13 +62,14 @@ def test_public_functions_and_classes_are_described() -> None:
     assert not bare, f"no docstring: {', '.join(bare)}"
 
 
-def test_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_documents_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All blocks, in order, in one module, as a reader would type them."""
-    module = ModuleType("readme")
-    monkeypatch.setitem(sys.modules, "readme", module)  # dataclasses look their module up
+    module = ModuleType("document")
+    monkeypatch.setitem(sys.modules, "document", module)  # dataclasses look their module up
     monkeypatch.chdir(tmp_path)
-    blocks = readme_blocks()
+    blocks = python_blocks(path)
     assert blocks
     for line, block in blocks:
         # Empty lines first, so that a traceback names the README's own line.
-        exec(compile("\n" * (line - 1) + block, str(README), "exec"), module.__dict__)
+        exec(compile("\n" * (line - 1) + block, str(path), "exec"), module.__dict__)

@@ -21,7 +21,7 @@ class Proposer(Drafter, Protocol):
             transition: the open step.
 
         Returns:
-            proposals [R, K] int32 in target ids, and [R] int32: how many each row has, 0 where nothing was found.
+            proposals [R, K] int32 in target ids, -1 behind them, and [R] int32: how many each row has, 0 where nothing was found.
         """
         ...
 

@@ -20,7 +20,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from funcspec.constants import NO_ROW, PAD_SLOT
+from funcspec.constants import NO_ROW, NO_TOKEN, PAD_SLOT
 from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels._checks import check_matrix, check_rows
 from funcspec.kernels._triton import jit, tl
@@ -46,6 +46,7 @@ def window_inputs_kernel(
     num_drafted_ptr,  # [R] int32
     is_live_ptr,  # [R] int32
     block_tables_ptr,  # [R, N] int32
+    masks_ptr,  # [R, NUM_MASKS or more] int32, or anything
     out_input_ids_ptr,  # [R * W] int32, written
     out_positions_ptr,  # [R * W] int32, written
     out_slot_mapping_ptr,  # [R * W] int32, written
@@ -57,10 +58,12 @@ def window_inputs_kernel(
     num_columns,
     limit,
     mask_id,
+    masks_stride,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     SHIFT: tl.constexpr,
     NUM_MASKS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     NUM_CHOICES: tl.constexpr,
     CHOICE_OFFSET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -90,7 +93,13 @@ def window_inputs_kernel(
     count = last + 1
     if NUM_MASKS > 0:
         count = tl.where(last >= 0, tl.minimum(count + NUM_MASKS, limit - start), 0)
-        token = tl.where(lane > last, mask_id, token)
+        if HAS_MASKS:
+            behind = lane - last - 1
+            inside = (behind >= 0) & (behind < NUM_MASKS)
+            token = tl.where(lane > last, tl.load(masks_ptr + wide_row * masks_stride + behind, mask=inside, other=-1), token)
+            count = tl.minimum(count, tl.min(tl.where((lane <= last) | (token >= 0), LANES, lane), axis=0))
+        else:
+            token = tl.where(lane > last, mask_id, token)
     live = lane < count
     position = tl.where(live, position, 0)
     column = position // BLOCK_SIZE
@@ -144,6 +153,13 @@ def _check(
             refuse(name, "int32", out.dtype, "allocate outputs as int32", ArgumentTypeError)
 
 
+def _check_masks(masks: Array | None, rows: int, num_masks: int) -> None:
+    if masks is not None:
+        check_matrix("masks", masks, rows)
+        if masks.shape[1] < num_masks:
+            refuse("masks", f"at least {num_masks} columns", masks.shape[1], "pass a token for every mask, -1 for none")
+
+
 def _launch_window_inputs(
     *,
     kind: int,
@@ -160,6 +176,7 @@ def _launch_window_inputs(
     shift: int = 0,
     num_masks: int = 0,
     mask_id: int = 0,
+    masks: torch.Tensor | None = None,
     num_choices: int = 1,
     choice_offset: int = 0,
     out_input_ids: torch.Tensor,
@@ -171,6 +188,7 @@ def _launch_window_inputs(
 ) -> None:
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
+    _check_masks(masks, tokens.shape[0], num_masks)
     _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, torch.int32)
     window_inputs_kernel[(tokens.shape[0],)](
         tokens,
@@ -180,16 +198,19 @@ def _launch_window_inputs(
         num_drafted,
         is_live,
         block_tables,
+        tokens if masks is None else masks,
         *outputs,
         tokens.stride(0),
         block_tables.stride(0),
         block_tables.shape[1],
         limit,
         mask_id,
+        0 if masks is None else masks.stride(0),
         KIND=kind,
         WIDTH=width,
         SHIFT=shift,
         NUM_MASKS=num_masks,
+        HAS_MASKS=masks is not None,
         NUM_CHOICES=num_choices,
         CHOICE_OFFSET=choice_offset,
         BLOCK_SIZE=block_size,
@@ -214,6 +235,7 @@ def window_inputs_reference_(
     shift: int = 0,
     num_masks: int = 0,
     mask_id: int = 0,
+    masks: torch.Tensor | None = None,
     num_choices: int = 1,
     choice_offset: int = 0,
     out_input_ids: torch.Tensor,
@@ -226,6 +248,7 @@ def window_inputs_reference_(
     """Specify `window_inputs_` in plain torch."""
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
+    _check_masks(masks, tokens.shape[0], num_masks)
     _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, torch.int32)
     rows, length = tokens.shape
     places = rows * width
@@ -243,7 +266,13 @@ def window_inputs_reference_(
     # The first place that is not live ends the window: a placeholder hides what lies behind it.
     last = torch.where(live & (token >= 0), width, lane).amin(1) - 1
     count = torch.where(last >= 0, torch.minimum(last + 1 + num_masks, limit - start), 0) if num_masks else last + 1
-    token = torch.where(lane > last[:, None], mask_id, token)
+    if masks is None or num_masks == 0:
+        token = torch.where(lane > last[:, None], mask_id, token)
+    else:
+        behind = lane - last[:, None] - 1
+        guess = torch.where(behind < num_masks, masks.gather(1, behind.clamp(0, num_masks - 1).long()), NO_TOKEN)
+        token = torch.where(behind >= 0, guess, token)
+        count = torch.minimum(count, torch.where((behind < 0) | (token >= 0), width, lane).amin(1))
     live = lane < count[:, None]
     position *= live
     column = position // block_size
@@ -275,6 +304,7 @@ def window_inputs_host_(
     shift: int = 0,
     num_masks: int = 0,
     mask_id: int = 0,
+    masks: np.ndarray | None = None,
     num_choices: int = 1,
     choice_offset: int = 0,
     out_input_ids: np.ndarray,
@@ -287,6 +317,7 @@ def window_inputs_host_(
     """Do what `window_inputs_` does on NumPy views, one row after another."""
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
+    _check_masks(masks, tokens.shape[0], num_masks)
     _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, HOST_INT32)
     rows, places = tokens.shape[0], tokens.shape[0] * width
     for out, fill in ((out_input_ids, 0), (out_positions, 0), (out_slot_mapping, PAD_SLOT), (out_token_rows, NO_ROW)):
@@ -306,7 +337,8 @@ def window_inputs_host_(
         window = list(takewhile(lambda token: token >= 0, tokens[row, start + shift : max(stop, start) + shift].tolist()))
         last = max(len(window) - 1, 0)
         if window and num_masks:
-            window = (window + [mask_id] * num_masks)[: limit - start]
+            guesses = [mask_id] * num_masks if masks is None else takewhile(lambda token: token >= 0, masks[row, :num_masks].tolist())
+            window = [*window, *guesses][: limit - start]
         count = 0
         for position, token in enumerate(window, start):
             at, column = first + count, position // block_size
@@ -345,6 +377,7 @@ Args:
     shift: 1 to feed at each position the token of the next one; the window then ends a position earlier.
     num_masks, mask_id: places behind the window's last token, and the token they hold; none in an empty window. They are among the
         `width` places.
+    masks: [R, at least num_masks] int32, what these places hold instead, -1 where a row has no more; or None.
     num_choices, choice_offset: C choices are made, the first of them this many places behind the window's last token.
     out_input_ids, out_positions, out_slot_mapping, out_token_rows: [R * W] int32, written; token_rows is the row or -1.
     out_seq_lens: [R] int32, written: keys visible after this pass, 0 for rows with an empty window.

@@ -5,6 +5,7 @@ from dataclasses import replace
 from funcspec.errors import StepOrderError
 from funcspec.kernels.append_drafts import append_drafts_
 from funcspec.kernels.keep_features import keep_features_
+from funcspec.kernels.keep_matching import keep_matching_
 from funcspec.kernels.normalisers import keep_proposals_
 from funcspec.kernels.window_inputs import DRAFTED, FEED
 from funcspec.models.base import Array, FeatureSpec, Model
@@ -44,6 +45,8 @@ class Drafting(Framework):
             check_states("drafter", hidden, 1, (rows * count, spec.feedback))
         stream = config.rule.draft_stream
         chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, position_offset=offset)
+        if guess is not None and guess.masks is not None:
+            chosen = self.run(keep_matching_, guesses=guess.masks, chosen=chosen)["chosen"]
         self._keep_proposals(logits, chosen, first=first, token_ids=token_ids)
         if spec is not None and spec.feedback:
             features = self.features(write=True)

@@ -34,12 +34,15 @@ class Guess:
     Attributes:
         num_masks, mask_id: places behind the window's last token, and the token they hold.
         num_choices, choice_offset: how many tokens are chosen, and from which place behind the window's last token on.
+        masks: [R, at least num_masks] int32, guesses of another drafter in place of the mask token, -1 for none; then choices count as long
+            as they equal the guesses.
     """
 
     num_masks: int
     mask_id: int
     num_choices: int
     choice_offset: int = 0
+    masks: Array | None = None
 
 
 @dataclass(frozen=True)
