@@ -28,7 +28,7 @@ class Draft:
     Attributes:
         tokens: [R, K] int32 drafts in target ids, -1 where there is none.
         num_draft: [R] int32, drafts planned for the round.
-        step: how many draft steps the round has had.
+        step: how many draft steps the round has had, at most K.
     """
 
     tokens: Array
@@ -259,7 +259,8 @@ def _drafting_step(
         drafter.first(step, step.wanted(num_draft))
     else:
         drafter.next(step)
-    count = 1 if first else step.draft_steps + 1
+    # A step past the last place drafts nothing, and is not counted.
+    count = 1 if first else min(step.draft_steps + 1, max(step.config.num_speculative_tokens, 1))
     draft = Draft(step.drafts(), step.copied(step.fields.num_draft), count)
     return step.close(DRAFTING, draft_steps=count), draft
 

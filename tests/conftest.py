@@ -7,6 +7,7 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 torch.set_num_threads(1)
 
+import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -21,6 +22,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what needs JAX on the CPU, beside tensors there, where JAX works on a GPU."""
+    if item.get_closest_marker("jax_on_cpu") and jax.default_backend() != "cpu":
+        pytest.skip("JAX works on another device than this test's tensors")
+
+
 @pytest.fixture(scope="session")
 def kernel_device() -> str:
     """Where kernel tests put their tensors."""
@@ -31,4 +38,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `tests/test_golden.py` run over other archives and on one backend."""
     group = parser.getgroup("golden vectors")
     group.addoption("--golden-dir", help="directory of .npz archives (default: tests/golden)")
-    group.addoption("--backend", choices=("reference", "interpret", "cuda"), help="run the golden vectors on this backend only")
+    group.addoption("--backend", choices=("reference", "interpret", "cuda", "lift"), help="run the golden vectors on this backend only")

@@ -79,6 +79,7 @@ def test_the_text_is_plain_decoding_s(most: int, one_pass: bool) -> None:
         assert len(prompt) + len(found) == 40
 
 
+@pytest.mark.jax_on_cpu
 def test_states_of_jax_draft_the_same() -> None:
     target, second = pair(spread=True)
     lifted, lifted_second = fs.interop.jax_model(target), standalone(fs.interop.jax_model(second.model))

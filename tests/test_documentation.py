@@ -62,6 +62,7 @@ def test_public_functions_and_classes_are_described() -> None:
     assert not bare, f"no docstring: {', '.join(bare)}"
 
 
+@pytest.mark.jax_on_cpu
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
 def test_documents_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All blocks, in order, in one module, as a reader would type them."""

@@ -46,6 +46,7 @@ def test_fewer_layers_draft_and_nothing_is_lost(num_layers: int, reduced: bool) 
     assert any(refused)
 
 
+@pytest.mark.jax_on_cpu
 def test_a_model_of_jax_leaves_early_too() -> None:
     target = JaxLlama.from_torch(TARGET)
     ids = jnp.arange(0, 61, 2, dtype=jnp.int32)

@@ -148,6 +148,7 @@ def test_it_is_refused_where_it_cannot_be_kept() -> None:
     assert checksum_greedy(PROMPT, 4) == GREEDY[:4]
 
 
+@pytest.mark.jax_on_cpu
 def test_states_of_jax_keep_it_too() -> None:
     target = tabled()
     settings = {"temperature": 1.0, "stop_ids": [4, 5], "max_tokens": 12, "min_tokens": [6, 3]}
