@@ -34,6 +34,9 @@ JAX_DTYPES: Mapping[torch.dtype, Any] = {
 }
 """JAX's dtype for each of torch's that crosses without being narrowed."""
 
+TRAITS = ("features", "hidden_size", "num_layers", "num_heads", "input_vocab_size", "vocab_fingerprint")
+"""What a model may say about itself besides the members of `Model`; drafters and states look for it."""
+
 
 def jax_dtype(dtype: torch.dtype) -> Any:
     """JAX's name of a torch dtype.
@@ -162,6 +165,12 @@ class LiftedModel:
 
     framework = "jax"
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the torch model says about itself, if it does: what it reads, and what it returns."""
+        if name not in TRAITS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.model, name)
+
     @property
     def vocab_size(self) -> int:
         """The torch model's."""
@@ -178,20 +187,34 @@ class LiftedModel:
         return self.model.kv_spec
 
     def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, jax.Array, tuple[jax.Array, ...]]:
-        """Run the torch model on XLA's stream. Its cache is updated in place where JAX donates; logits come as float32."""
-        if batch.hidden_layers:
-            refuse("hidden_layers", "none", batch.hidden_layers, "use a model of JAX for hidden states", ModelError)
+        """Run the torch model on XLA's stream. Its cache is updated in place where JAX donates; all else comes as float32.
+
+        Raises:
+            ModelError: hidden states are wanted of a model that does not say its `hidden_size`.
+        """
         names = tuple(kv)
         count = (batch.input_ids if batch.logits_indices is None else batch.logits_indices).shape[0]
+        floats = [(count, self.vocab_size), *self._hidden_shapes(batch, count)]
         shapes = [jax.ShapeDtypeStruct(kv[name].shape, kv[name].dtype) for name in names]
         call = buffer_callback(
             _ModelCall(self.model, names),
-            (*shapes, jax.ShapeDtypeStruct((count, self.vocab_size), jnp.float32)),
+            (*shapes, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats)),
             has_side_effect=True,
             input_output_aliases={index: index for index in range(len(names))},
         )
-        *new, logits = call(*(kv[name] for name in names), batch)
-        return dict(zip(names, new, strict=True)), logits, ()
+        found = call(*(kv[name] for name in names), batch)
+        return dict(zip(names, found, strict=False)), found[len(names)], tuple(found[len(names) + 1 :])
+
+    def _hidden_shapes(self, batch: ForwardBatch, count: int) -> list[tuple[int, int]]:
+        """Shapes of the hidden states that a pass is to return: those of layers, or what a draft hands on to its own next pass."""
+        if batch.hidden_layers:
+            size = getattr(self, "hidden_size", None)
+            if not isinstance(size, int):
+                expected = "a model that says its hidden_size, as hidden states are wanted"
+                refuse("model", expected, type(self.model).__name__, "give it that attribute, an int", ModelError)
+            return [(batch.input_ids.shape[0], size)] * len(batch.hidden_layers)
+        spec = getattr(self, "features", None)
+        return [(count, spec.feedback)] if spec is not None and spec.feedback and count else []
 
 
 @dataclass(frozen=True)
@@ -202,16 +225,25 @@ class _ModelCall:
     names: tuple[str, ...]
 
     def __call__(self, context: Any, outputs: Any, *inputs: Any) -> None:
-        *caches, logits = map(torch.from_dlpack, outputs)
+        views = list(map(torch.from_dlpack, outputs))
+        caches, logits, hidden = views[: len(self.names)], views[len(self.names)], views[len(self.names) + 1 :]
         batch = jax.tree.map(torch.from_dlpack, inputs[-1])
         with _on_stream(context, [logits]), torch.no_grad():
-            _, found, _ = self.model.forward(dict(zip(self.names, caches, strict=True)), batch)
+            _, found, states = self.model.forward(dict(zip(self.names, caches, strict=True)), batch)
             if tuple(found.shape) != tuple(logits.shape):
                 raise ModelError(
                     f"forward: expected float logits {list(logits.shape)}, got {list(found.shape)}. "
                     "Fix: return logits at batch.logits_indices only (at all tokens if it is None)."
                 )
+            wanted, got = ([list(one.shape) for one in some] for some in (hidden, states))
+            if wanted and got != wanted:
+                raise ModelError(
+                    f"forward: expected hidden states {wanted}, got {got}. "
+                    "Fix: return one for each of batch.hidden_layers, as wide as hidden_size says, or what features.feedback promises."
+                )
             logits.copy_(found)
+            for view, state in zip(hidden, states, strict=False):
+                view.copy_(state)
 
 
 def jax_model(model: Model) -> LiftedModel:
@@ -219,9 +251,11 @@ def jax_model(model: Model) -> LiftedModel:
 
     The torch model runs as it is, called back by XLA; its weights stay torch's. Its logits are handed over as float32, which is exact
     for every dtype a model may return, so that the same tokens are chosen. Such a call is not recorded into XLA's command buffers.
+    Hidden states are handed over likewise, those of a target's layers and those that a draft hands on to itself.
 
     Args:
-        model: a torch model that writes its cache in place and returns no hidden states.
+        model: a torch model that writes its cache in place. As a target whose hidden states are read it has an attribute `hidden_size`,
+            an int; a draft that reads them says in `features` what it returns.
 
     Raises:
         ArgumentTypeError: it is no model, or is one of JAX already.

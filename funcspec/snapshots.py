@@ -117,11 +117,7 @@ def snapshot(state: SpecState, *, kv: bool = True, rows: Sequence[int] | None = 
     fields = {name: host_copy(lease.array(name))[chosen] for name in ARRAY_FIELDS if name not in BLOCK_TABLES}
     for values in fields.values():
         values.flags.writeable = False
-    lengths = {"target": np.maximum(fields["num_tokens"] - 1, 0)}
-    if "draft" in lease.models:
-        limit = lease.models["draft"].max_len
-        lengths["draft"] = np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), limit)
-    caches = {role: _copy_cache(lease, role, chosen, lengths[role].tolist(), kv) for role in lease.models}
+    caches = {role: _copy_cache(lease, role, chosen, cache_lengths(role, partner, fields), kv) for role, partner in lease.models.items()}
     return Snapshot(config, lease.phase, lease.draft_steps, fields, caches, lease.framework, _copy_carried(lease, chosen, fields))
 
 
@@ -242,6 +238,13 @@ def _check_models(snapshot: Snapshot, models: dict[str, Model | None], framework
     return wanted
 
 
+def cache_lengths(role: str, partner: Partner, fields: dict[str, np.ndarray]) -> list[int]:
+    """Positions that count in each row of a role's KV, as far as the row has blocks for them."""
+    if role == "target":
+        return np.maximum(fields["num_tokens"] - 1, 0).tolist()
+    return np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), partner.max_len).tolist()
+
+
 def _copy_carried(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a state carries along, where that counts; everything else at its fill, so that equal futures are equal values."""
     held, made = lease.carried(), fields["num_drafted"]
@@ -254,15 +257,25 @@ def _copy_carried(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, 
         logits = np.where(counts[:, :, None], logits, np.float32(-np.inf))
         found.update(zip(PROPOSALS, (logits, np.where(counts[:, :, None], totals, 0), points), strict=True))
     if FEATURES in held:
-        features, spec = host_copy(held[FEATURES])[chosen], lease.models["draft"].features
-        assert spec is not None
-        drafting = lease.phase == DRAFTING
-        counts, width = (made > 0, spec.feedback) if drafting else (fields["num_tokens"] - 1 - fields["draft_len"], spec.size)
-        counts = np.arange(features.shape[1]) < np.asarray(counts)[:, None]
-        found[FEATURES] = np.where(counts[:, :, None] & (np.arange(features.shape[2]) < width), features, np.float32(0))
+        found[FEATURES] = _copy_features(lease, host_copy(held[FEATURES])[chosen], fields)
     for values in found.values():
         values.flags.writeable = False
     return found
+
+
+def _copy_features(lease: Lease | JaxLease, features: np.ndarray, fields: dict[str, np.ndarray]) -> np.ndarray:
+    """Features that a pass may still read, zeros elsewhere."""
+    partner, made = lease.models["draft"], fields["num_drafted"]
+    spec = partner.features
+    assert spec is not None
+    # At the start of a round: those of positions that are still to be fed, as far as the draft's own limit reaches.
+    counts = np.minimum(fields["num_tokens"] - 1, partner.max_len) - fields["draft_len"]
+    width = np.full_like(counts, spec.size)
+    if lease.phase == DRAFTING:  # of rows that go on, what the draft handed on; finished rows keep theirs, for `truncate`
+        live, goes_on = fields["is_live"] != 0, (made > 0) & (made < fields["num_draft"])
+        counts, width = np.where(live, goes_on, counts), np.where(live, spec.feedback, width)
+    places, columns = (np.arange(extent) for extent in features.shape[1:])
+    return np.where((places < counts[:, None])[:, :, None] & (columns < width[:, None])[:, None, :], features, np.float32(0))
 
 
 def _copy_cache(lease: Lease | JaxLease, role: str, chosen: list[int], lengths: list[int], kv: bool) -> Cache:
@@ -308,8 +321,9 @@ def _fill_caches(step: Transition, snapshot: Snapshot, models: Mapping[str, Mode
 
 
 def _tensors(partner: Partner, row: dict[str, np.ndarray], length: int) -> dict[str, torch.Tensor]:
-    spec = partner.kv_spec
-    return {
-        entry.name: torch.from_numpy(row[entry.name].copy()).view(entry.dtype).view(spec.num_layers, length, *entry.shape)
-        for entry in spec.entries
-    }
+    found = {}
+    for entry in partner.kv_spec.entries:
+        values = torch.empty(partner.kv_spec.num_layers, length, *entry.shape, dtype=entry.dtype)
+        values.flatten().view(torch.uint8).copy_(torch.from_numpy(row[entry.name].copy()))  # a row may hold no token yet
+        found[entry.name] = values
+    return found

@@ -21,7 +21,7 @@ from funcspec.kernels.acceptance import AT_LENGTH
 from funcspec.leases import PROPOSALS, Partner, carried_layout
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, partner_of
-from funcspec.snapshots import Cache, Snapshot, restore, snapshot
+from funcspec.snapshots import Cache, Snapshot, cache_lengths, restore, snapshot
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, field_shape
 
 FORMAT = "funcspec state 1"
@@ -141,10 +141,15 @@ def _read(file: Any, partners: dict[str, Partner], wanted: SpecConfig | None) ->
             "path", f"a state for {sorted(partners)}", f"one for {sorted(header['caches'])}", "pass the models it was saved with", FileError
         )
     fields = {name: _field(file, name, config) for name in SAVED_FIELDS}
-    _check_values(fields, config, partners["target"].vocab_size)
+    _check_values(fields, config, partners)
     caches = {role: _cache(file, role, header["caches"][role], partner, config) for role, partner in partners.items()}
     if any(live and count is None for live, count in zip(fields["is_live"].tolist(), caches["target"].num_blocks, strict=True)):
         _damaged("blocks for every live row", str(caches["target"].num_blocks)[:120])
+    for role, cache in caches.items():
+        room = [(count or 0) * config.block_size for count in cache.num_blocks]
+        lengths = [min(length, most) for length, most in zip(cache_lengths(role, partners[role], fields), room, strict=True)]
+        if list(cache.lengths) != lengths:
+            _damaged(f"a {role}'s KV of {lengths} positions, as the rows are long", str(list(cache.lengths))[:120])
     carried = _carried(file, partners, config)
     names = {f"fields.{name}" for name in SAVED_FIELDS} | {f"carried.{name}" for name in carried}
     names |= {f"kv.{role}.{i}.{n}" for role, cache in caches.items() for i, row in enumerate(cache.rows or ()) for n in row}
@@ -219,9 +224,9 @@ def _array(file: Any, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.
     return values.copy()
 
 
-def _check_values(fields: dict[str, np.ndarray], config: SpecConfig, vocab_size: int) -> None:
+def _check_values(fields: dict[str, np.ndarray], config: SpecConfig, partners: dict[str, Partner]) -> None:
     """Refuse lengths that would reach outside of a row, ids outside of the vocabulary, and values no step could have written."""
-    most, drafts = config.max_model_len, config.num_speculative_tokens
+    most, drafts, vocab_size = config.max_model_len, config.num_speculative_tokens, partners["target"].vocab_size
     bounds = {"num_tokens": most, "prompt_len": most, "row_limit": most, "draft_len": most, "num_draft": drafts, "num_drafted": drafts}
     bounds["min_len"] = most
     bounds |= {"is_live": 1, "finish_reason": AT_LENGTH, "bad_row": 1}
@@ -232,7 +237,8 @@ def _check_values(fields: dict[str, np.ndarray], config: SpecConfig, vocab_size:
     lengths = fields["num_tokens"]
     if (lengths + fields["num_drafted"] > most).any() or (fields["num_drafted"] > fields["num_draft"]).any():
         _damaged("drafts that fit their rows", "more")
-    if (fields["draft_len"] > lengths).any() or (fields["prompt_len"] > lengths).any():
+    lag = partners["draft"].lag if "draft" in partners else 0
+    if (fields["draft_len"] > np.maximum(lengths - lag, 0)).any() or (fields["prompt_len"] > lengths).any():
         _damaged("prompts and fed tokens inside of their rows", "longer ones")
     filled = np.arange(most) < (lengths + fields["num_drafted"])[:, None]
     tokens = fields["tokens"][filled]

@@ -19,9 +19,11 @@ class FeatureTarget(ChecksumModel):
 
     def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, torch.Tensor, tuple[torch.Tensor, ...]]:
         kv, logits, _ = super().forward(kv, replace(batch, hidden_layers=()))
-        tokens, positions, visible = read_prefixes(kv, replace(batch, logits_indices=None))
+        count = int(batch.query_start_loc[-1])  # places behind those of the last row are nobody's
+        tokens, positions, visible = read_prefixes(kv, replace(batch, logits_indices=torch.arange(count)))
         total = 1 + ((positions.long() + 1) * tokens.long() * visible).sum(1)
-        states = torch.stack([batch.positions.float(), batch.input_ids.float(), (total % VOCAB).float()], 1)
+        states = torch.zeros(len(batch.input_ids), 3)
+        states[:count] = torch.stack([batch.positions[:count], batch.input_ids[:count], total % VOCAB], 1)
         return kv, logits, tuple(states + layer for layer in batch.hidden_layers)
 
 

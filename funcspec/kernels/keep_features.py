@@ -41,7 +41,7 @@ def _check(hidden: torch.Tensor, is_live: torch.Tensor, features: torch.Tensor, 
     rows, places, columns = features.shape
     if is_live.shape != (rows,) or is_live.dtype != torch.int32:
         refuse("is_live", f"int32 [{rows}]", f"{is_live.dtype} {tuple(is_live.shape)}", "pass arrays of one batch")
-    if hidden.dim() != 2 or hidden.shape[0] % max(rows, 1) or (hidden.shape[1] > 1 and hidden.stride(1) != 1):
+    if hidden.dim() != 2 or (hidden.shape[0] % rows if rows else hidden.shape[0]) or (hidden.shape[1] > 1 and hidden.stride(1) != 1):
         refuse("hidden", f"[{rows} * W, H] with stride 1 in H", f"shape {tuple(hidden.shape)}", "pass hidden states of one batch")
     width = hidden.shape[0] // max(rows, 1)
     if width > places or first_column < 0 or first_column + hidden.shape[1] > columns:

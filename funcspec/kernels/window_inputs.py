@@ -138,6 +138,8 @@ def _check(
     if width < 1:
         refuse("width", "at least 1", width, "pass the number of places a row has")
     shift, num_masks, num_choices, choice_offset = shape
+    if shift and kind == VERIFY:
+        refuse("shift", "0 for VERIFY", shift, "a target is fed the token of the position itself")
     if shift not in (0, 1):
         refuse("shift", "0 or 1", shift, "feed the token of the position itself, or that of the next one")
     if not 0 <= num_masks < width:
@@ -334,7 +336,8 @@ def window_inputs_host_(
         else:
             start, stop = n - 1, n + min(planned[row], made[row])
         stop = min(stop, limit, start + width - num_masks) if live[row] and start >= 0 else 0
-        window = list(takewhile(lambda token: token >= 0, tokens[row, start + shift : max(stop, start) + shift].tolist()))
+        fed = tokens[row, start + shift : stop + shift].tolist() if stop > start else []
+        window = list(takewhile(lambda token: token >= 0, fed))
         last = max(len(window) - 1, 0)
         if window and num_masks:
             guesses = [mask_id] * num_masks if masks is None else takewhile(lambda token: token >= 0, masks[row, :num_masks].tolist())

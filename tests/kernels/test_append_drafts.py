@@ -1,4 +1,4 @@
-"""One draft a row behind the committed tokens; the first plans the round."""
+"""Drafts behind the committed tokens, one a row or several; the first plan the round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Row:
     """One row before the launch."""
 
     n: int = 1
-    chosen: int = 7
+    chosen: int | Sequence[int] = 7
     drafts: Sequence[int] = ()
     row_limit: int = 1000
     wanted: int = 9
@@ -42,6 +42,10 @@ class Row:
     draft_len: int = 0
     live: bool = True
 
+    @property
+    def drawn(self) -> list[int]:
+        return [self.chosen] if isinstance(self.chosen, int) else [*self.chosen]
+
     def tokens(self, length: int) -> list[int]:
         return ([*range(100, 100 + self.n), *self.drafts] + [-1] * length)[:length]
 
@@ -49,7 +53,9 @@ class Row:
 class Launch:
     """One batch and its buffers: matrices are rows of wider ones, with guards between."""
 
-    def __init__(self, device: str, rows: list[Row], *, first: bool, most: int, draft_limit: int = 1000, length: int = 16) -> None:
+    def __init__(
+        self, device: str, rows: list[Row], *, first: bool, most: int, draft_limit: int = 1000, length: int = 16, **settings_: int
+    ) -> None:
         self.buffers = buffers = Buffers(device)
         self.rows, self.length, self.most = rows, length, most
         tokens = self._matrix(length, 3)
@@ -57,12 +63,14 @@ class Launch:
         self.arguments: dict[str, Any] = {
             "first": first,
             "draft_limit": draft_limit,
+            **settings_,
             "tokens": tokens,
             "out_tokens": buffers.poisoned(len(rows) * most).view(len(rows), most),
             "is_live": buffers.holding([int(row.live) for row in rows]),
             "num_tokens": buffers.holding([row.n for row in rows]),
         }
-        for name in ("chosen", "row_limit", "wanted", *IN_PLACE):
+        self.arguments["chosen"] = buffers.holding([token for row in rows for token in row.drawn])
+        for name in ("row_limit", "wanted", *IN_PLACE):
             self.arguments[name] = buffers.holding([getattr(row, name) for row in rows])
 
     def _matrix(self, width: int, between: int) -> torch.Tensor:
@@ -88,10 +96,12 @@ class Launch:
                 planned = made = 0
                 if row.live:
                     draft_limit = self.arguments["draft_limit"]
-                    fed = min(row.n, draft_limit)
+                    fed = min(row.n, draft_limit) - self.arguments.get("lag", 0)
                     planned = max(min(row.wanted, row.row_limit - row.n - 1, draft_limit - row.n + 1, self.most), 0)
-            if made < planned and row.chosen >= 0:
-                tokens[row.n + made] = row.chosen
+            for token in row.drawn:
+                if made >= planned or token < 0:
+                    break
+                tokens[row.n + made] = token
                 made += 1
             out["tokens"].append(tokens)
             out["num_draft"].append(planned)
@@ -204,9 +214,52 @@ def test_chosen_may_be_longer_than_the_batch(backend: Backend, kernel_device: st
     assert launch.run(backend) == launch.expected()
 
 
+def test_several_drafts_by_hand(backend: Backend, kernel_device: str) -> None:
+    rows = [
+        Row(n=2, chosen=[7, 8, 9], wanted=3),
+        Row(n=2, chosen=[7, 8, 9], wanted=2),  # has all it planned
+        Row(n=2, chosen=[7, -1, 9], wanted=3),  # what lies behind a gap is no draft
+        Row(n=2, chosen=[-1, 8, 9], wanted=3),
+        Row(n=2, chosen=[7, 8, 9], wanted=0),
+        Row(n=2, chosen=[7, 8, 9], wanted=3, live=False),
+    ]
+    out = run(backend, kernel_device, rows, first=True, most=4, length=6, num_chosen=3)
+    assert [tokens[2:] for tokens in out["tokens"]] == [[7, 8, 9, -1], [7, 8, -1, -1], [7, -1, -1, -1]] + [[-1] * 4] * 3
+    assert out["num_drafted"] == [3, 2, 1, 0, 0, 0] and out["num_draft"] == [3, 2, 3, 3, 0, 0]
+    assert out["out_tokens"] == [tokens[2:] for tokens in out["tokens"]]
+
+
+def test_several_drafts_behind_earlier_ones(backend: Backend, kernel_device: str) -> None:
+    rows = [
+        Row(n=2, chosen=[8, 9], drafts=[7], num_draft=4, num_drafted=1),
+        Row(n=2, chosen=[8, 9], drafts=[7], num_draft=2, num_drafted=1),
+    ]
+    out = run(backend, kernel_device, rows, first=False, most=4, length=6, num_chosen=2)
+    assert out["out_tokens"] == [[7, 8, 9, -1], [7, 8, -1, -1]] and out["num_drafted"] == [3, 2]
+
+
+def test_more_tokens_than_places(backend: Backend, kernel_device: str) -> None:
+    """The rest of what was chosen goes nowhere: not behind the row, not into the next one."""
+    rows = [Row(n=6, chosen=[1, 2, 3, 4], row_limit=8), Row(n=7, chosen=[5, 6, 7, 8], row_limit=8), Row(n=2, chosen=[9, 10, 11, 12])]
+    out = run(backend, kernel_device, rows, first=True, most=2, length=8, num_chosen=4)
+    assert out["num_drafted"] == [1, 0, 2] and out["tokens"][0][6:] == [1, -1]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_newest_token_may_have_no_position_in_the_cache(backend: Backend, kernel_device: str, lag: int) -> None:
+    """With a lag the limit counts a position more: at position x stands the token of x + 1."""
+    rows = [Row(n=n, wanted=9) for n in (2, 31, 32, 33, 34, 35)] + [Row(n=5, draft_len=3, live=False)]
+    out = run(backend, kernel_device, rows, first=True, most=4, draft_limit=32 + lag, length=48, lag=lag)
+    assert out["draft_len"] == [2 - lag, 31 - lag, 32 - lag, *([32] * 3), 3]
+    assert out["num_draft"] == [4, 2 + lag, 1 + lag, lag, 0, 0, 0]
+    later = [Row(n=5, drafts=[7], num_draft=2, num_drafted=1, draft_len=3)]
+    assert run(backend, kernel_device, later, first=False, most=4, lag=lag)["draft_len"] == [3]
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
     first, most, length = draw(st.booleans()), draw(st.integers(0, 9)), 16
+    num_chosen = draw(st.integers(1, 4))
 
     @st.composite
     def row(draw: st.DrawFn) -> Row:
@@ -217,7 +270,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
         token = st.integers(0, 2**31 - 1)
         return Row(
             n=n,
-            chosen=draw(st.one_of(st.just(-1), token)),
+            chosen=draw(st.lists(st.one_of(st.just(-1), token, token), min_size=num_chosen, max_size=num_chosen)),
             drafts=draw(st.lists(token, min_size=made, max_size=made)),
             row_limit=draw(st.integers(0, length)),
             wanted=draw(st.integers(-1, 11)),
@@ -233,10 +286,12 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
         "most": most,
         "draft_limit": draw(st.integers(0, 20)),
         "length": length,
+        "lag": draw(st.integers(0, 1)),
+        "num_chosen": num_chosen,
     }
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 @given(batch=batches())
 def test_ragged_batches(backend: Backend, kernel_device: str, batch: dict[str, Any]) -> None:
     run(backend, kernel_device, **batch)
@@ -256,7 +311,8 @@ def test_refusals_write_nothing(backend: Backend, kernel_device: str) -> None:
     def array(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=kernel_device)
 
-    refused("chosen", chosen=array(1))
+    refused("chosen: expected one token for each of 2 rows", chosen=array(1))
+    refused("chosen: expected 3 tokens for each of 2 rows", chosen=array(5), num_chosen=3)
     refused("wanted", wanted=array(3))
     refused("out_tokens", out_tokens=array(3, 2))
     refused("out_tokens", out_tokens=array(4))

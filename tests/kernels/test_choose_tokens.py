@@ -33,6 +33,7 @@ class Batch:
     nonce_length: list[int] | None = None
     token_ids: np.ndarray | None = None
     index_dtype: torch.dtype = field(default=torch.int32)
+    position_offset: int = 0
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +64,7 @@ def run(batch: Batch, backend: Any, device: str) -> list[tuple[int, int]]:
         stream=batch.stream,
         nonce_length=None if batch.nonce_length is None else array(batch.nonce_length, torch.int32),
         token_ids=None if batch.token_ids is None else array(batch.token_ids, torch.int32),
+        position_offset=batch.position_offset,
         out_tokens=out_tokens,
         out_bad=out_bad,
         scratch_scores=scratch[0][0],
@@ -89,7 +91,7 @@ def expect(batch: Batch) -> list[tuple[int, int]]:
             batch.logits[t].float().numpy(),
             batch.temperature[row],
             batch.seeds[row],
-            batch.positions[flat],
+            batch.positions[flat] + batch.position_offset,
             nonce,
             batch.stream,
             batch.token_ids,
@@ -146,7 +148,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(
         wide[:, :vocab_size],
         draw(st.lists(st.integers(-1, rows - 1), min_size=flat_count, max_size=flat_count)),
-        draw(st.lists(st.integers(0, 2**30 - 1), min_size=flat_count, max_size=flat_count)),
+        draw(st.lists(st.integers(3, 2**30 - 1), min_size=flat_count, max_size=flat_count)),
         draw(st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0]), min_size=rows, max_size=rows)),
         draw(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=rows, max_size=rows)),
         stream,
@@ -154,6 +156,7 @@ def batches(draw: st.DrawFn) -> Batch:
         draw(st.lists(st.integers(1, 4096), min_size=rows, max_size=rows)) if stream != noise.TARGET and draw(st.booleans()) else None,
         rng.permutation(4000)[:vocab_size].astype(np.int32) if draw(st.booleans()) else None,
         integers,
+        draw(st.sampled_from([0, 0, 1, -1, -3, 7])),
     )
 
 
@@ -161,6 +164,19 @@ def batches(draw: st.DrawFn) -> Batch:
 @given(batch=batches())
 def test_ragged_batches(backend: str, kernel_device: str, batch: Batch) -> None:
     assert run(batch, backend, kernel_device) == expect(batch)
+
+
+@pytest.mark.parametrize("offset", [-4, -1, 1, 9])
+def test_an_offset_is_that_of_the_positions(backend: str, kernel_device: str, offset: int) -> None:
+    """Drafts whose positions lag behind draw with the noise of the positions they mean."""
+    logits = normal(3, 97, scale=0.5, seed=7)
+    for integers in (torch.int32, torch.int64):
+        shared: dict[str, Any] = {"index_dtype": integers, "stream": noise.DRAFT, "nonce_length": [4, 9, 1], "logits_indices": [2, 0, 1]}
+        moved = simple(logits, positions=[5 + offset, 90 + offset, 7 + offset], **shared)
+        lagging = simple(logits, positions=[5, 90, 7], position_offset=offset, **shared)
+        answers = run(lagging, backend, kernel_device)
+        assert answers == run(moved, backend, kernel_device) == expect(lagging)
+        assert answers != run(simple(logits, positions=[5, 90, 7], **shared), backend, kernel_device)
 
 
 def test_bad_rows_are_flagged_and_leave_neighbours_alone(backend: str, kernel_device: str) -> None:
@@ -199,6 +215,7 @@ def test_ties_go_to_the_lowest_target_id_across_tiles_and_parts(backend: str, ke
 
 
 def test_noise_never_rescues_a_masked_token(backend: str, kernel_device: str) -> None:
+    """H5 with a logit that is just above -inf."""
     logits = torch.full((4, 97), -math.inf)
     logits[:, 50] = -1e30
     assert run(simple(logits, 2.0), backend, kernel_device) == [(50, 0)] * 4

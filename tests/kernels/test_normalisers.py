@@ -86,9 +86,10 @@ class Launch:
 
     def __init__(self, device: str, logits: torch.Tensor, *, most: int = 3, kept: int | None = None, **values: Any) -> None:
         self.buffers = buffers = Buffers(device)
-        rows, vocab = logits.shape
+        count, vocab = logits.shape
+        rows = len(values["temperature"]) if "temperature" in values else count
         kept = vocab if kept is None else kept
-        defaults = {"chosen": [1] * rows, "num_draft": [most] * rows, "num_drafted": [0] * rows}
+        defaults = {"chosen": [1] * count, "num_draft": [most] * rows, "num_drafted": [0] * rows}
         given_ = defaults | values
         ids = given_.get("token_ids")
         self.inputs: dict[str, Any] = {
@@ -103,7 +104,7 @@ class Launch:
             "draft_normalisers": buffers.poisoned(rows * most * 2).view(rows, most, 2),
             "is_point": buffers.poisoned(rows),
         }
-        self.scratch = buffers.poisoned(rows * -(-vocab // 1024) * 4).view(rows, -1, 4)
+        self.scratch = buffers.poisoned(count * -(-vocab // 1024) * 4).view(count, -1, 4)
 
     def run(self, backend: Any) -> dict[str, np.ndarray]:
         before = {name: value.clone() for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
@@ -119,16 +120,17 @@ class Launch:
         logits, heat = self.inputs["logits"].float().cpu().numpy(), self.inputs["temperature"].cpu().numpy()
         ids = self.inputs["token_ids"]
         columns = np.arange(logits.shape[1]) if ids is None else ids.cpu().numpy()
-        most = out["draft_logits"].shape[1]
-        for row in range(len(logits)):
-            place = 0 if self.inputs["first"] else int(self.inputs["num_drafted"][row])
+        most, each = out["draft_logits"].shape[1], len(logits) // len(heat)
+        for t in range(len(logits)):
+            row = t // each
+            place = t % each + (0 if self.inputs["first"] else int(self.inputs["num_drafted"][row]))
             planned = most if self.inputs["first"] else int(self.inputs["num_draft"][row])
             if self.inputs["first"]:
                 out["is_point"][row] = 0
-            if int(self.inputs["chosen"][row]) < 0 or heat[row] == 0 or place >= planned:
+            if int(self.inputs["chosen"][t]) < 0 or heat[row] == 0 or place >= planned:
                 continue
-            out["draft_logits"][row, place, columns] = logits[row]
-            out["draft_normalisers"][row, place] = exact.normalisers(exact.sane_scores(logits[row][None], heat[row : row + 1, None]))[0]
+            out["draft_logits"][row, place, columns] = logits[t]
+            out["draft_normalisers"][row, place] = exact.normalisers(exact.sane_scores(logits[t][None], heat[row : row + 1, None]))[0]
         return out
 
 
@@ -190,17 +192,39 @@ def test_logits_that_are_no_logits(backend: str, kernel_device: str) -> None:
     assert found["draft_normalisers"][3, 0].tolist() == [-30, 2**30]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_drafts_of_a_row(backend: str, kernel_device: str, dtype: torch.dtype) -> None:
+    """Three rows of logits a request: places follow one another, up to what is planned and there is room for."""
+    logits = (torch.randn(12, 1100, generator=torch.Generator().manual_seed(4)) * 5).to(dtype)
+    values = {
+        "chosen": [1, 2, 3, 4, -1, 5, 6, 7, 8, 9, 10, 11],
+        "temperature": [0.7, 1.0, 0.0, 1.3],
+        "num_draft": [4, 4, 4, 2],
+        "num_drafted": [1, 0, 0, 0],
+    }
+    found = check(kernel_device, backend, logits, most=4, **values)
+    kept = (found["draft_normalisers"][:, :, 1] != POISON).astype(int).tolist()
+    assert kept == [[0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
+    assert (found["draft_logits"][1, 2] == logits[5].float().numpy()).all()
+    found = check(kernel_device, backend, logits, most=2, **values, first=True)
+    assert (found["draft_normalisers"][:, :, 1] != POISON).astype(int).tolist() == [[1, 1], [1, 0], [0, 0], [1, 1]]
+    assert found["is_point"].tolist() == [0] * 4
+    ids = np.random.default_rng(4).permutation(3000)[:1100].tolist()
+    check(kernel_device, backend, logits, most=4, kept=3000, token_ids=ids, **values)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(data=st.data())
 def test_ragged_batches(backend: str, kernel_device: str, data: st.DataObject) -> None:
     rows, most, vocab = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 3, 1024, 1025]))
     scale = data.draw(st.sampled_from([0.0, 1.0, 30.0, 1e5, 1e30]))
-    logits = torch.from_numpy(np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=(rows, vocab)) * scale).float()
+    each = data.draw(st.sampled_from([1, 1, 2, 3]))
+    logits = torch.from_numpy(np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=(rows * each, vocab)) * scale).float()
 
-    def numbers(low: int, high: int) -> list[int]:
-        return data.draw(st.lists(st.integers(low, high), min_size=rows, max_size=rows))
+    def numbers(low: int, high: int, count: int = rows) -> list[int]:
+        return data.draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
 
-    values = {"chosen": numbers(-1, vocab - 1), "num_draft": numbers(0, most), "num_drafted": numbers(0, most)}
+    values = {"chosen": numbers(-1, vocab - 1, rows * each), "num_draft": numbers(0, most), "num_drafted": numbers(0, most)}
     heat = data.draw(st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 1e6]), min_size=rows, max_size=rows))
     check(kernel_device, backend, logits, most=most, temperature=heat, first=data.draw(st.booleans()), **values)
 
@@ -220,6 +244,8 @@ def test_refusals_write_nothing(backend: str, kernel_device: str) -> None:
 
     refused(ArgumentTypeError, "^logits: expected float32", logits=array(2, 9))
     refused(ArgumentError, "^chosen", chosen=array(3))
+    uneven = {"chosen": array(3), "logits": array(3, 9, dtype=torch.float32)}
+    refused(ArgumentError, "^logits: expected as many rows for each of 2 requests, got 3", **uneven)
     refused(ArgumentError, "^draft_logits: expected room for 9 logits", draft_logits=array(2, 3, 8, dtype=torch.float32))
     refused(ArgumentTypeError, "^draft_logits", draft_logits=array(2, 3, 9))
     refused(ArgumentError, "^draft_normalisers", draft_normalisers=array(2, 2, 2))

@@ -55,8 +55,10 @@ class Launch:
         length: int = 64,
         columns: int | None = None,
         dtype: torch.dtype = torch.int32,
+        **guess: int,
     ) -> None:
         self.buffers = Buffers(device)
+        self.guess = {"shift": 0, "num_masks": 0, "mask_id": 0, "num_choices": 1, "choice_offset": 0} | guess
         self.rows = rows
         self.columns = max([len(row.blocks) for row in rows] + [1]) if columns is None else columns
         sequences = [[*row.committed, *row.drafts] for row in rows]
@@ -76,10 +78,11 @@ class Launch:
             "block_size": block_size,
             "width": width,
             "limit": limit,
+            **guess,
         }
-        places = len(rows) * width
-        self.outputs = {f"out_{name}": self.buffers.poisoned(places + BEYOND) for name in BY_PLACE}
-        self.outputs |= {f"out_{name}": self.buffers.poisoned(len(rows) + BEYOND) for name in BY_ROW}
+        self.counts = dict.fromkeys(BY_PLACE, len(rows) * width) | dict.fromkeys(BY_ROW, len(rows))
+        self.counts["last_token_indices"] *= self.guess["num_choices"]
+        self.outputs = {f"out_{name}": self.buffers.poisoned(max(count, 0) + BEYOND) for name, count in self.counts.items()}
 
     def run(self, backend: Backend) -> Output:
         before = {name: value.clone() for name, value in self.inputs.items() if isinstance(value, torch.Tensor)}
@@ -89,41 +92,46 @@ class Launch:
             assert torch.equal(self.inputs[name], value), f"{name} was written"
         out = {name: self.outputs[f"out_{name}"].tolist() for name in BY_PLACE + BY_ROW}
         for name in out:
-            written = len(self.rows) * (self.inputs["width"] if name in BY_PLACE else 1)
-            assert set(out[name][written:]) <= {POISON}, f"{name} was written beyond the batch"
-            del out[name][written:]
+            assert set(out[name][self.counts[name] :]) <= {POISON}, f"{name} was written beyond the batch"
+            del out[name][self.counts[name] :]
         return out
 
     def expected(self) -> Output:
         """The contract, a place at a time."""
         kind, width, size = self.inputs["kind"], self.inputs["width"], self.inputs["block_size"]
+        shift, num_masks = self.guess["shift"], self.guess["num_masks"]
+        first_choice, num_choices = self.guess["choice_offset"], self.guess["num_choices"]
         out: Output = {name: [] for name in BY_PLACE + BY_ROW}
         for number, row in enumerate(self.rows):
             n, sequence = len(row.committed), [*row.committed, *row.drafts]
             if kind == FEED:
-                wanted = range(row.fed, n)
+                wanted = range(row.fed, n - shift)
             elif kind == DRAFTED:
-                wanted = range(n + row.made - 1, n + row.made if row.made < row.num_draft else 0)
+                wanted = range(n + row.made - 1 - shift, n + row.made - shift if row.made < row.num_draft else 0)
             else:
                 wanted = range(n - 1, n + min(row.num_draft, row.made))
-            window: list[int] = []
-            for position in wanted[:width] if row.live else ():
-                if not 0 <= position < self.inputs["limit"] or sequence[position] < 0:
+            window: list[tuple[int, int]] = []
+            for position in wanted[: width - num_masks] if row.live else ():
+                if not 0 <= position < self.inputs["limit"] or sequence[position + shift] < 0:
                     break
-                window.append(position)
-            for position in window:
+                window.append((position, sequence[position + shift]))
+            last = max(len(window) - 1, 0)
+            for _ in range(num_masks if window else 0):
+                if window[-1][0] + 1 < self.inputs["limit"]:
+                    window.append((window[-1][0] + 1, self.guess["mask_id"]))
+            for position, token in window:
                 column = position // size
                 block = row.blocks[column] if column < min(len(row.blocks), self.columns) else -1
                 slot = block * size + position % size
-                out["input_ids"].append(sequence[position])
+                out["input_ids"].append(token)
                 out["positions"].append(position)
                 out["slot_mapping"].append(slot if block >= 0 else -1)
                 out["token_rows"].append(number)
             empty = width - len(window)
             for name, neutral in zip(BY_PLACE, (0, 0, -1, -1), strict=True):
                 out[name] += [neutral] * empty
-            out["seq_lens"].append(window[-1] + 1 if window else 0)
-            out["last_token_indices"].append(number * width + max(len(window) - 1, 0))
+            out["seq_lens"].append(window[-1][0] + 1 if window else 0)
+            out["last_token_indices"] += [number * width + last + first_choice + choice for choice in range(num_choices)]
         return out
 
 
