@@ -55,11 +55,17 @@ def check_partner(argument: str, model: Model, partner: Partner, framework: str)
     except AttributeError:
         _refuse_model(argument, model)
     if found != (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features) or framework_of(model) != framework:
-        read, reads = (f", hidden states {spec.layers}" if spec is not None else "" for spec in (partner.features, found[3]))
+        expected, got = (
+            f"of {kind}, vocabulary {one[0]}, max_len {one[1]}, {one[2].num_layers} KV layers"
+            + (f", hidden states {one[3].layers}" if one[3] is not None else "")
+            for kind, one in (
+                (framework, (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features)),
+                (framework_of(model), found),
+            )
+        )
         raise ModelError(
-            f"{argument}: expected the model the state was made for (of {framework}, vocabulary {partner.vocab_size}, "
-            f"max_len {partner.max_len}, {partner.kv_spec.num_layers} KV layers{read}), got one of {framework_of(model)}, vocabulary {found[0]}, "
-            f"max_len {found[1]}, {found[2].num_layers} KV layers{reads}. Fix: make a new state with init for another pair."
+            f"{argument}: expected the model the state was made for ({expected}), got one {got}. "
+            "Fix: make a new state with init for another pair."
         )
 
 

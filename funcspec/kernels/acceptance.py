@@ -90,7 +90,9 @@ BY_ROW = ("row_limit", "num_tokens", "num_draft", "num_drafted", "is_live", "fin
 OUT_BY_ROW = ("out_num_accepted", "out_num_emitted", "out_num_drafted", "out_bad_row")
 
 
-def _check(chosen: Array, bad: Array, stop_ids: Array, tokens: Array, out_tokens: Array, out_origin: Array, by_row: tuple[Array, ...]) -> None:
+def _check(
+    chosen: Array, bad: Array, stop_ids: Array, tokens: Array, out_tokens: Array, out_origin: Array, by_row: tuple[Array, ...]
+) -> None:
     rows, width = out_tokens.shape
     if tokens.shape[0] != rows:
         refuse("out_tokens", f"{tokens.shape[0]} rows", rows, "allocate one row for each row of tokens")

@@ -336,8 +336,8 @@ def window_inputs_host_(
         else:
             start, stop = n - 1, n + min(planned[row], made[row])
         stop = min(stop, limit, start + width - num_masks) if live[row] and start >= 0 else 0
-        fed = tokens[row, start + shift : stop + shift].tolist() if stop > start else []
-        window = list(takewhile(lambda token: token >= 0, fed))
+        seen = tokens[row, start + shift : stop + shift].tolist() if stop > start >= 0 else []
+        window = list(takewhile(lambda token: token >= 0, seen))
         last = max(len(window) - 1, 0)
         if window and num_masks:
             guesses = [mask_id] * num_masks if masks is None else takewhile(lambda token: token >= 0, masks[row, :num_masks].tolist())
