@@ -1,6 +1,6 @@
 """Numbers to judge a drafter by, from what rounds emitted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from funcspec.errors import refuse
@@ -67,3 +67,31 @@ def statistics(emissions: Iterable[Emission], num_speculative_tokens: int) -> St
             drafted[place] += 1
             accepted[place] += place < emission.num_accepted
     return Statistics(rounds, emitted, tuple(drafted), tuple(accepted))
+
+
+def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Turn rates at which drafts are kept into rates given that all drafts before them were.
+
+    A draft is kept only if all before it are, so such rates do not rise along the positions. Where they do, as rates measured on
+    few rounds may, the conditional rate is 1: no rate says more than "always".
+
+    Args:
+        rates: for each draft position, the share of rounds in which its draft is kept, from 0 to 1.
+
+    Returns:
+        the first rate, then the ratio of each to the one before it, at most 1; 0 after a 0.
+
+    Raises:
+        ArgumentError: a rate outside of 0 to 1.
+
+    Example:
+        >>> unconditional_to_conditional_rates([0.8, 0.4, 0.4, 0.0, 0.1])
+        (0.8, 0.5, 1.0, 0.0, 0.0)
+        >>> unconditional_to_conditional_rates([0.5, 0.8])
+        (0.5, 1.0)
+    """
+    for position, rate in enumerate(rates):
+        if not 0 <= rate <= 1:
+            refuse("rates", "numbers from 0 to 1", f"{rate} at position {position}", "pass shares of rounds, such as 0.8")
+    before = (1.0, *rates)
+    return tuple(min(rate / last, 1.0) if last > 0 else 0.0 for last, rate in zip(before, rates, strict=False))

@@ -242,7 +242,9 @@ def cache_lengths(role: str, partner: Partner, fields: dict[str, np.ndarray]) ->
     """Positions that count in each row of a role's KV, as far as the row has blocks for them."""
     if role == "target":
         return np.maximum(fields["num_tokens"] - 1, 0).tolist()
-    return np.minimum(fields["draft_len"] + np.maximum(fields["num_drafted"] - 1, 0), partner.max_len).tolist()
+    # Of this round's drafts those that a further draft step reads; a row that has all it planned is fed anew in the next round.
+    made = np.where(fields["num_drafted"] < fields["num_draft"], np.maximum(fields["num_drafted"] - 1, 0), 0)
+    return np.minimum(fields["draft_len"] + made, partner.max_len).tolist()
 
 
 def _copy_carried(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

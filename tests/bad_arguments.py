@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from refusals import CONFIG, DRAFTER, GREEDY, INF, NAN, TARGET, Bad, World
+from refusals import CONFIG, DRAFTER, GREEDY, INF, NAN, TARGET, Bad, World, each
+from tokenizers import Tokenizer
 
 import funcspec as fs
-from funcspec.drafters import standalone
+from funcspec.drafters import Standalone, standalone
 from funcspec.errors import ArgumentError, ArgumentTypeError, CapacityError, ModelError, PoolExhaustedError
-from funcspec.models import ChecksumDraft, from_logits
+from funcspec.models import ChecksumDraft, ChecksumModel, from_logits
 
 
 def _admit(name: str, error: type[Exception], message: str, where: str = "state", **arguments: Any) -> Bad:
@@ -57,6 +58,12 @@ def _configs() -> Iterator[Bad]:
     yield _config("K not below L", ArgumentError, r"^num_speculative_tokens: expected below max_model_len = 32", num_speculative_tokens=32)
     for wrong in ("greedy", None, 3, "coupled"):
         yield _config(f"rule {wrong!r}", ArgumentTypeError, r"^rule: expected an acceptance rule, got .*rules\.greedy", rule=wrong)
+    yield from each(
+        "SpecConfig: rule", (fs.rules, fs.rules.Rule), lambda world, wrong: CONFIG.replace(rule=wrong), r"^rule: expected an acc"
+    )
+    for wrong in (1, None, "yes"):
+        message = r"^allows_min_tokens: expected True or False, got"
+        yield _config(f"allows_min_tokens {wrong!r}", ArgumentTypeError, message, allows_min_tokens=wrong)
     for wrong in ("warp", "", None, "cuda:x"):
         yield _config(f"device {wrong!r}", ArgumentError, r"^device: expected a device that torch knows", device=wrong)
     yield _config("too many slots", ArgumentError, r"^num_blocks: expected fewer than 2\^31 slots", num_blocks=2**29)
@@ -118,6 +125,11 @@ def _limits() -> Iterator[Bad]:
         yield _admit(f"max_tokens {wrong!r}", ArgumentError, r"^max_tokens: expected a positive int or None, got", max_tokens=wrong)
     for wrong in (2.0, [], [3, 3], torch.tensor([3])):
         yield _admit(f"max_tokens {wrong!r}", ArgumentError, r"^max_tokens: expected one value or 1, one a prompt", max_tokens=wrong)
+    for wrong in (-1, True, [-1], ["3"], [2.0], [None], None):
+        yield _admit(f"min_tokens {wrong!r}", ArgumentError, r"^min_tokens: expected an int of 0 or more, got", min_tokens=wrong)
+    for wrong in (2.0, [], [3, 3], torch.tensor([3])):
+        yield _admit(f"min_tokens {wrong!r}", ArgumentError, r"^min_tokens: expected one value or 1, one a prompt", min_tokens=wrong)
+    yield _admit("min_tokens not allowed", ArgumentError, r"^min_tokens: expected 0 in this configuration, got 1", min_tokens=1)
     for wrong in ([1, 2, 3], [[1, 2, 3]]):
         yield _admit(f"stop_ids {wrong!r}", CapacityError, r"^stop_ids: expected at most max_num_stop_ids = 2 ids, got 3", stop_ids=wrong)
     for wrong in ([97], [-1], [[97]], [5, 2**40]):
@@ -207,9 +219,11 @@ def _num_draft() -> Iterator[Bad]:
 def _generates() -> Iterator[Bad]:
     """`generate` refuses before it yields anything."""
 
+    def call(**changes: Any) -> Any:
+        return fs.generate(**{"config": CONFIG, "target": TARGET, "drafter": DRAFTER, "prompts": [[5, 6]], **changes})
+
     def bad(name: str, error: type[Exception], message: str, **changes: Any) -> Bad:
-        arguments = {"config": CONFIG, "target": TARGET, "drafter": DRAFTER, "prompts": [[5, 6]], **changes}
-        return Bad(f"generate: {name}", lambda world: fs.generate(**arguments), error, message)
+        return Bad(f"generate: {name}", lambda world: call(**changes), error, message)
 
     yield bad("config", ArgumentTypeError, r"^config: expected a SpecConfig, got str", config="config")
     yield bad("target", ArgumentTypeError, r"^target: expected a Model", target="gpt2")
@@ -230,6 +244,16 @@ def _generates() -> Iterator[Bad]:
     for wrong in (-1, 4, True, 1.5, "1"):
         yield bad(f"num_draft {wrong!r}", ArgumentError, r"^num_draft: expected", num_draft=wrong)
     yield bad("num_draft without drafter", ArgumentError, r"^num_draft: expected", drafter=None, num_draft=-1)
+    for name, wrongs in {
+        "target": (None, 3, DRAFTER, ChecksumModel),
+        "drafter": (3, standalone, Standalone),
+        "min_tokens": (-1, 1.0, "1", [1, 1], torch.ones(2)),
+        "tokenizer": (3, "gpt2", Tokenizer),
+        "stop_strings": ("END", [1], ["a", ""], 3, None),
+    }.items():
+        yield from each(f"generate: {name}", wrongs, lambda world, wrong, name=name: call(**{name: wrong}), rf"^{name}: expected")
+    yield bad("stop_strings without tokenizer", ArgumentTypeError, r"^tokenizer: expected a tokenizer", stop_strings=["END"])
+    yield bad("min_tokens over max_tokens", ArgumentError, r"^min_tokens: expected at most max_tokens = 2", min_tokens=3, max_tokens=2)
 
 
 ARGUMENTS = [bad for group in (_configs, _prompts, _sampling, _limits, _rows, _pools, _num_draft, _generates) for bad in group()]

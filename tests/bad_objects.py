@@ -1,15 +1,15 @@
-"""Calls with bad states, models, drafters, scores and snapshots; for `test_bad_input.py`."""
+"""Calls with bad states, models, drafters and scores; for `test_bad_input.py`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
-from refusals import CONFIG, DRAFTER, INF, NAN, TARGET, Bad, World
+from refusals import CONFIG, DRAFTER, TARGET, Bad, World, described, each
 
 import funcspec as fs
-from funcspec.drafters import standalone
+from funcspec.drafters import Ngram, Standalone, ngram, standalone
 from funcspec.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -19,7 +19,7 @@ from funcspec.errors import (
     StaleScoresError,
     StepOrderError,
 )
-from funcspec.models import ChecksumDraft, ChecksumModel, TableModel, from_logits
+from funcspec.models import ChecksumDraft, ChecksumModel, KVEntry, KVSpec, TableModel, from_logits
 
 
 class Floats(ChecksumModel):
@@ -53,6 +53,21 @@ class ShortSighted(ChecksumDraft):
 
 
 @dataclass(frozen=True)
+class OtherCache(ChecksumModel):
+    """A model that says its cache is laid out otherwise."""
+
+    layout: Any = None
+
+    def __init__(self, layout: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "layout", layout)
+
+    @property
+    def kv_spec(self) -> Any:
+        return self.layout
+
+
+@dataclass(frozen=True)
 class NotAModel:
     vocab_size: int = 97
     max_len: int = 4096
@@ -68,8 +83,22 @@ def _inits() -> Iterator[Bad]:
         yield bad(f"target {type(wrong).__name__}", ArgumentTypeError, r"^target: expected a Model \(vocab_size", CONFIG, wrong)
     for wrong in (ChecksumModel, TableModel):
         yield bad(f"target class {wrong.__name__}", ArgumentTypeError, r"^target: expected a Model", CONFIG, wrong)
-    for wrong in ("draft", 3, ChecksumDraft(), standalone):
-        yield bad(f"drafter {type(wrong).__name__}", ArgumentTypeError, r"^drafter: expected a drafter or None", CONFIG, TARGET, wrong)
+    for wrong in ("draft", 3, ChecksumDraft(), standalone, Standalone, Ngram):
+        yield bad(f"drafter {described(wrong)}", ArgumentTypeError, r"^drafter: expected a drafter or None", CONFIG, TARGET, wrong)
+    for field, wrong in product(("vocab_size", "max_len"), (0, -1, None, "97", 97.0, True)):
+        yield bad(f"target of {field} {wrong!r}", FuncspecError, rf"^target(\.{field})?: expected", CONFIG, ChecksumModel(**{field: wrong}))
+    entry = KVEntry("token", (), "int32")  # type: ignore[arg-type]
+    layouts = {
+        "none": None,
+        "a dict": {"token": 1},
+        "no dtype": KVSpec(1, (entry,)),
+        "no layers": KVSpec(-1, ()),
+        "no entry": KVSpec(1, (3,)),
+    }
+    for label, layout in layouts.items():
+        model = OtherCache(layout)
+        yield bad(f"target of kv_spec {label}", FuncspecError, r"^target(\.kv_spec)?: expected", CONFIG, model)
+        yield bad(f"drafter of kv_spec {label}", FuncspecError, r"^drafter(\.kv_spec)?: expected", CONFIG, TARGET, Standalone(model))
     yield bad("target too short", ModelError, r"^target: expected max_len of at least .* = 32, got 31\.", CONFIG, ChecksumModel(max_len=31))
     small = standalone(ChecksumDraft(vocab_size=49))
     yield bad("vocabularies 97 and 49", ModelError, r"vocabulary of 97, got a draft of 49", CONFIG, TARGET, small)
@@ -108,12 +137,16 @@ def _steps() -> Iterator[Bad]:
         "fork": lambda world, state: fs.fork(state),
         "snapshot": lambda world, state: fs.snapshot(state),
         "any_active": lambda world, state: fs.any_active(state),
+        "resume": lambda world, state: fs.resume(state, world.paused, donate=world.donate),
+        "truncate": lambda world, state: fs.truncate(state, {0: 4}, donate=world.donate),
+        "capture": lambda world, state: fs.graphs.capture(fs.step_round, state, TARGET, DRAFTER),
+        "one_round_late": lambda world, state: next(fs.graphs.one_round_late(world.turn, state)),
     }
 
     for name, step in steps.items():
         pair_ = r"^state: expected a SpecState, got tuple\. Fix: .*not the \(state, info\) pair"
         yield Bad(f"{name}: pair", lambda world, step=step: step(world, (world.state, None)), ArgumentTypeError, pair_)
-        for wrong in (None, "state", CONFIG):
+        for wrong in (None, "state", CONFIG, fs.SpecState):
             message = rf"^state: expected a SpecState, got {type(wrong).__name__}"
             yield Bad(
                 f"{name}: {type(wrong).__name__}", lambda world, step=step, wrong=wrong: step(world, wrong), ArgumentTypeError, message
@@ -122,7 +155,8 @@ def _steps() -> Iterator[Bad]:
         dead = r"^state: expected a live state for .+, got one .* consumed by release #\d+ \(donate=True\)\. Fix: use the state"
         yield Bad(f"{name}: dead", lambda world, step=step: step(world, world.dead), DonatedStateError, dead)
     order = {"prefill": "scored", "decode": "scored", "score": "scored", "verify": "scored", "step_round": "drafting", "accept": "state"}
-    for name, where in {**order, "snapshot": "scored", "admit": "scored"}.items():
+    order |= {"snapshot": "scored", "admit": "scored", "resume": "drafting", "truncate": "drafting", "one_round_late": "drafting"}
+    for name, where in order.items():
         step = steps[name]
         yield Bad(
             f"{name}: {where}",
@@ -138,6 +172,8 @@ def _steps() -> Iterator[Bad]:
             "score": lambda world, wrong=wrong: fs.score(world.drafting, TARGET, donate=wrong),
             "accept": lambda world, wrong=wrong: fs.accept(world.scored, world.scores, donate=wrong),
             "step_round": lambda world, wrong=wrong: fs.step_round(world.state, TARGET, DRAFTER, donate=wrong),
+            "resume": lambda world, wrong=wrong: fs.resume(world.state, world.paused, donate=wrong),
+            "truncate": lambda world, wrong=wrong: fs.truncate(world.state, {0: 4}, donate=wrong),
         }.items():
             yield Bad(f"{name}: donate {wrong!r}", call, ArgumentError, r"^donate: expected True or False, got")
 
@@ -150,20 +186,15 @@ def _foreign_targets() -> Iterator[Bad]:
         "step_round": lambda world, model: fs.step_round(world.state, model, DRAFTER, donate=world.donate),
         "step_round without drafter": lambda world, model: fs.step_round(world.plain, model, None, donate=world.donate),
         "restore": lambda world, model: fs.restore(world.snap, model, DRAFTER),
+        "resume": lambda world, model: fs.resume(world.state, world.paused, model, DRAFTER, donate=world.donate),
     }
     table = TableModel(((0.5, 0.5), (0.5, 0.5)))
     for name, call in calls.items():
         message = r"^target: expected the model the state was made for \(of torch, vocabulary 97, max_len 4096, 1 KV layers\), got "
         for label, model in {"vocabulary": ChecksumModel(vocab_size=49), "length": ChecksumModel(max_len=64), "KV": table}.items():
             yield Bad(f"{name}: target of other {label}", lambda world, call=call, model=model: call(world, model), ModelError, message)
-        for wrong in ("gpt2", 3, DRAFTER, NotAModel()) if name == "restore" else ("gpt2", 3, None, DRAFTER, NotAModel()):
-            message = rf"^target: expected a Model .*, got {type(wrong).__name__}\."
-            yield Bad(
-                f"{name}: target {type(wrong).__name__}",
-                lambda world, call=call, wrong=wrong: call(world, wrong),
-                ArgumentTypeError,
-                message,
-            )
+        wrongs = ["gpt2", 3, DRAFTER, NotAModel(), ChecksumModel, from_logits, *([] if name in ("restore", "resume") else [None])]
+        yield from each(f"{name}: target", wrongs, call, r"^target: expected a Model \(vocab_size, .*, got ", ArgumentTypeError)
 
 
 def _foreign_drafters() -> Iterator[Bad]:
@@ -172,6 +203,7 @@ def _foreign_drafters() -> Iterator[Bad]:
         "prefill": lambda world, drafter: fs.prefill(world.state, drafter, donate=world.donate),
         "decode": lambda world, drafter: fs.decode(world.drafting, drafter, donate=world.donate),
         "step_round": lambda world, drafter: fs.step_round(world.state, TARGET, drafter, donate=world.donate),
+        "resume": lambda world, drafter: fs.resume(world.state, world.paused, TARGET, drafter, donate=world.donate),
     }
     for name, call in drafts.items():
         message = r"^drafter: expected the model the state was made for"
@@ -183,6 +215,7 @@ def _foreign_drafters() -> Iterator[Bad]:
             yield Bad(
                 f"{name}: drafter {type(wrong).__name__}", lambda world, call=call, wrong=wrong: call(world, wrong), ModelError, message
             )
+        yield from each(f"{name}: drafter", (Standalone, Ngram, ngram, ngram()), call, r"^drafter: expected")
     with_drafter = r"^drafter: expected (None, as )?the (drafter the )?state was made with"
     yield Bad("prefill: no drafter", lambda world: fs.prefill(world.state, None, donate=world.donate), ModelError, with_drafter)
     plain = r"^drafter: expected None, as the state was made with, got Standalone"
@@ -199,6 +232,13 @@ def _foreign_drafters() -> Iterator[Bad]:
         ModelError,
         plain,
     )
+    for wrong in ("ngram", 3, ChecksumDraft(), standalone):
+        yield Bad(
+            f"admit: drafter {described(wrong)} for a plain state",
+            lambda world, wrong=wrong: fs.admit(world.plain, TARGET, wrong, [[5]], donate=world.donate),
+            FuncspecError,
+            r"^drafter: expected",
+        )
     yield Bad(
         "prefill: no drafter at all",
         lambda world: fs.prefill(world.plain, None, donate=world.donate),
@@ -279,131 +319,4 @@ def _scores() -> Iterator[Bad]:
     yield bad("logits float64", FuncspecError, double, lambda world: replace(world.scores, logits=world.scores.logits.double()))
 
 
-def _copies() -> Iterator[Bad]:
-    for wrong in ([], [1, 2], [1] * 4):
-        message = rf"^seeds: expected 3 seeds, one a row, got {len(wrong)}"
-        yield Bad(f"fork: seeds {wrong!r}", lambda world, wrong=wrong: fs.fork(world.state, seeds=wrong), ArgumentError, message)
-    for wrong in (True, 1.0, "1", None):
-        message = r"^seeds?: expected a 64-bit integer, got"
-        yield Bad(f"fork: seed {wrong!r}", lambda world, wrong=wrong: fs.fork(world.state, seeds=[1, 2, wrong]), ArgumentTypeError, message)
-    yield Bad(
-        "fork: seed too large", lambda world: fs.fork(world.state, seeds=[1, 2, 2**64]), ArgumentError, r"^seeds?: expected a 64-bit int"
-    )
-    for wrong in (3, 1.5):
-        yield Bad(
-            f"fork: seeds {wrong!r}",
-            lambda world, wrong=wrong: fs.fork(world.state, seeds=wrong),
-            ArgumentError,
-            r"^seeds: expected 3 seeds",
-        )
-    for wrong in (None, "snapshot", b"", {}):
-        message = rf"^snapshot: expected a Snapshot, got {type(wrong).__name__}"
-        yield Bad(f"restore: {type(wrong).__name__}", lambda world, wrong=wrong: fs.restore(wrong), ArgumentTypeError, message)
-    yield Bad(
-        "restore: a state", lambda world: fs.restore(world.state), ArgumentTypeError, r"^snapshot: expected a Snapshot, got SpecState"
-    )
-    no_kv = r"^(target|drafter): expected the model, as this snapshot has no KV, got None\. Fix: pass target and drafter"
-    yield Bad("restore: no KV, no models", lambda world: fs.restore(fs.snapshot(world.state, kv=False)), ModelError, no_kv)
-    yield Bad("restore: no KV, no drafter", lambda world: fs.restore(fs.snapshot(world.state, kv=False), TARGET), ModelError, no_kv)
-    for wrong in ("drafter", 3, ChecksumDraft()):
-        message = rf"^drafter: expected .*, got {type(wrong).__name__}"
-        yield Bad(
-            f"restore: drafter {type(wrong).__name__}",
-            lambda world, wrong=wrong: fs.restore(world.snap, TARGET, wrong),
-            FuncspecError,
-            message,
-        )
-    yield Bad(
-        "restore: drafter for a plain state",
-        lambda world: fs.restore(fs.snapshot(world.plain), TARGET, DRAFTER),
-        ModelError,
-        r"^drafter: expected None, as the state was made with, got Standalone",
-    )
-    yield Bad(
-        "restore: drafter of other length",
-        lambda world: fs.restore(world.snap, TARGET, standalone(ChecksumDraft(max_len=64))),
-        ModelError,
-        r"^drafter: expected the model the state was made for",
-    )
-
-
-def _made(name: str, error: type[Exception], message: str, make: Callable[[], Any]) -> Bad:
-    return Bad(name, lambda world: make(), error, message)
-
-
-def _drafter_makers() -> Iterator[Bad]:
-
-    for wrong in (None, "gpt2", 3, NotAModel(), DRAFTER, ChecksumDraft):
-        message = r"^model: expected a Model \(vocab_size, max_len, kv_spec, forward\), got"
-        yield _made(f"standalone: {type(wrong).__name__}", ArgumentTypeError, message, lambda wrong=wrong: standalone(wrong))
-    three = ChecksumDraft(vocab_size=3)
-    kind = r"^token_ids: expected a one-dimensional int32 tensor, got"
-    for wrong in (
-        [3, 10, 50],
-        torch.tensor([3, 10, 50]),
-        torch.tensor([3.0, 10, 50]),
-        np.array([3, 10, 50]),
-        "abc",
-        torch.zeros(3, dtype=torch.bool),
-    ):
-        label = getattr(wrong, "dtype", type(wrong).__name__)
-        yield _made(f"standalone: token_ids {label}", ArgumentTypeError, kind, lambda wrong=wrong: standalone(three, wrong))
-    for wrong in (torch.tensor(3, dtype=torch.int32), torch.tensor([[3, 10, 50]], dtype=torch.int32)):
-        yield _made(f"standalone: token_ids {wrong.dim()}-D", ArgumentTypeError, kind, lambda wrong=wrong: standalone(three, wrong))
-    for wrong, found in (
-        ([3, 10], "2 distinct of 2"),
-        ([3, 10, 10], "2 distinct of 3"),
-        ([1, 2, 3, 4], "4 distinct of 4"),
-        ([], "0 distinct of 0"),
-    ):
-        ids = torch.tensor(wrong, dtype=torch.int32)
-        message = rf"^token_ids: expected 3 distinct ids, got {found}"
-        yield _made(f"standalone: token_ids {wrong}", ArgumentError, message, lambda ids=ids: standalone(three, ids))
-
-
-def _model_makers() -> Iterator[Bad]:
-    for wrong in (None, "f", 3, torch.zeros(5)):
-        message = rf"^function: expected a callable, got {type(wrong).__name__}"
-        yield _made(
-            f"from_logits: {type(wrong).__name__}", ArgumentTypeError, message, lambda wrong=wrong: from_logits(wrong, vocab_size=5)
-        )
-    for wrong in ("numpy", "", None):
-        message = r"^array: expected 'torch' or 'jax', got"
-        yield _made(
-            f"from_logits: array {wrong!r}", ArgumentError, message, lambda wrong=wrong: from_logits(torch.sin, vocab_size=5, array=wrong)
-        )
-    for field in ("vocab_size", "max_len"):
-        for wrong in (0, -5, 2.5, "5", None, True):
-            sizes = {"vocab_size": 5, "max_len": 5, field: wrong}
-            yield _made(
-                f"from_logits: {field} {wrong!r}",
-                FuncspecError,
-                rf"^{field}: expected",
-                lambda sizes=sizes: from_logits(torch.sin, **sizes),
-            )
-    half = (0.5, 0.5)
-    tables = {
-        "none": None,
-        "number": 5,
-        "string": "ab",
-        "empty": (),
-        "empty row": ((),),
-        "not square": (half,),
-        "ragged": (half, (1.0,)),
-        "too wide": (half, half, half),
-        "sum": (half, (0.5, 0.6)),
-        "negative": (half, (-0.5, 1.5)),
-        "nan": (half, (NAN, 1.0)),
-        "inf": (half, (INF, 1.0)),
-        "words": (half, ("a", "b")),
-    }
-    for label, wrong in tables.items():
-        message = r"^probabilities: expected a square table whose rows are distributions, got"
-        yield _made(f"TableModel: {label}", ArgumentError, message, lambda wrong=wrong: TableModel(wrong))
-
-
-OBJECTS = [
-    bad
-    for group in (_inits, _steps, _foreign_targets, _foreign_drafters, _forwards, _scores, _copies, _drafter_makers, _model_makers)
-    for bad in group()
-]
+OBJECTS = [bad for group in (_inits, _steps, _foreign_targets, _foreign_drafters, _forwards, _scores) for bad in group()]

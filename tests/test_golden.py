@@ -4,6 +4,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,11 @@ import torch
 from funcspec.errors import ArgumentError
 from funcspec.kernels._triton import HAS_TRITON, INTERPRETED
 
-from .golden_adapters import ADAPTERS, NOT_COVERED, Case
+from .golden_adapters import ADAPTERS
+from .golden_case import Adapter, Case
+
+LIFTED_SHARE = 8
+"""Of how many cases one is lifted into JAX where no backend is asked for: every shape is a program to compile."""
 
 
 @lru_cache(maxsize=1)
@@ -26,25 +31,24 @@ def archive(path: Path) -> dict[str, dict[str, np.ndarray]]:
     return cases
 
 
-def covered_cases(path: Path) -> tuple[list[tuple[str, str]], int]:
-    """Key and name of the cases that the adapter runs, and how many it does not. Reads little, as it runs at collection."""
-    adapter = ADAPTERS[path.stem]
-    covered = []
+def runs(path: Path) -> list[tuple[str, str, Adapter]]:
+    """Key and name of each case, with each adapter that runs it. Reads little, as it runs at collection."""
+    found = []
     with np.load(path, allow_pickle=False) as file:
-        count = json.loads(str(file["meta"]))["num_cases"]
-        for key in (f"case{number:03d}" for number in range(count)):
+        for key in (f"case{number:03d}" for number in range(json.loads(str(file["meta"]))["num_cases"])):
             meta = json.loads(str(file[f"{key}/meta"]))
 
             def inputs(name: str, key: str = key) -> np.ndarray:
                 return file[f"{key}/in/{name}"]
 
-            if adapter.covers is None or adapter.covers(frozenset(meta["tags"]), inputs):
-                covered.append((key, meta["name"]))
-    return covered, count - len(covered)
+            for adapter in ADAPTERS[path.stem]:
+                if adapter.covers is None or adapter.covers(frozenset(meta["tags"]), inputs):
+                    found.append((key, meta["name"], adapter))
+    return found
 
 
 def chosen_backends(option: str | None) -> list[str]:
-    """What the options ask for; by default the reference and whichever way Triton runs here."""
+    """What the options ask for; by default the reference, whichever way Triton runs here, and the lift into JAX."""
     if option == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--backend cuda: there is no GPU")
     if option == "interpret" and not INTERPRETED:
@@ -52,8 +56,8 @@ def chosen_backends(option: str | None) -> list[str]:
     if option is not None:
         return [option]
     if torch.cuda.is_available():
-        return ["reference", "cuda"]
-    return ["reference", "interpret"] if INTERPRETED and HAS_TRITON else ["reference"]
+        return ["reference", "cuda", "lift"]
+    return ["reference", "interpret", "lift"] if INTERPRETED and HAS_TRITON else ["reference", "lift"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -63,25 +67,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     paths = sorted(directory.glob("*.npz"))
     if not paths:
         raise pytest.UsageError(f"--golden-dir: no .npz files in {directory}")
-    backends = chosen_backends(metafunc.config.getoption("--backend"))
+    option = metafunc.config.getoption("--backend")
+    backends = chosen_backends(option)
     parameters = []
     for path in paths:
         if path.stem not in ADAPTERS:
-            reason = NOT_COVERED.get(path.stem, f"the library has no kernel {path.stem} yet")
+            reason = f"the library has no kernel {path.stem}"
             parameters.append(pytest.param(None, "", marks=pytest.mark.skip(reason), id=path.stem))
             continue
-        covered, others = covered_cases(path)
-        for key, name in covered:
-            for backend in backends[:1] if ADAPTERS[path.stem].is_host else backends:
-                parameters.append(pytest.param((path, key), backend, id=f"{path.stem}-{key}-{name}-{backend}"))
-        if others:
-            reason = f"{others} cases of {path.stem}: {NOT_COVERED[path.stem]}"
-            parameters.append(pytest.param(None, "", marks=pytest.mark.skip(reason), id=f"{path.stem}-others"))
+        for number, (key, name, adapter) in enumerate(runs(path)):
+            for backend in backends[:1] if adapter.is_host else backends:
+                if backend == "lift" and option is None and number % LIFTED_SHARE:
+                    continue
+                label = f"{path.stem}-{key}-{name}-{adapter.run.__name__}-{backend}"
+                parameters.append(pytest.param((path, key, adapter), backend, id=label))
     metafunc.parametrize(("golden_case", "golden_backend"), parameters)
 
 
-def test_golden(golden_case: tuple[Path, str], golden_backend: str) -> None:
-    path, key = golden_case
+def test_golden(golden_case: tuple[Path, str, Adapter], golden_backend: str) -> None:
+    path, key, adapter = golden_case
     arrays = archive(path)[key]
 
     def group(prefix: str) -> dict[str, np.ndarray]:
@@ -92,11 +96,11 @@ def test_golden(golden_case: tuple[Path, str], golden_backend: str) -> None:
         inputs=group("in/"),
         outputs=group("out/"),
         written=group("written/"),
-        backend="reference" if golden_backend == "reference" else "triton",
+        backend=golden_backend if golden_backend in ("reference", "lift") else "triton",
         device="cuda" if golden_backend == "cuda" else "cpu",
     )
     try:
-        ADAPTERS[path.stem].run(case)
-    except ArgumentError:
+        adapter.run(case)
+    except (ArgumentError, jax.errors.JaxRuntimeError):
         # Well defined by the reference, but no correct pipeline produces it.
         assert "degenerate" in case.tags
