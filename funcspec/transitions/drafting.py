@@ -38,7 +38,8 @@ class Drafting(Framework):
         shift = 0 if spec is None else spec.ahead
         num_masks, count, offset = (0, 1, shift) if guess is None else (guess.num_masks, guess.num_choices, shift - guess.choice_offset)
         width = config.num_speculative_tokens + 1 + lag - shift + num_masks if first else 1
-        window = self.window("draft", FEED if first else DRAFTED, width, limit=model.max_len, guess=guess, shift=shift)
+        limit = min(model.max_len, config.max_model_len)
+        window = self.window("draft", FEED if first else DRAFTED, width, limit=limit, guess=guess, shift=shift)
         batch = window.batch if spec is None else replace(window.batch, features=self._fed_features(spec, first=first))
         logits, hidden = self.forward("draft", model, batch, rows * count)
         if spec is not None and spec.feedback:
@@ -51,10 +52,9 @@ class Drafting(Framework):
         if spec is not None and spec.feedback:
             features = self.features(write=True)
             self.run(keep_features_, hidden=hidden[0], is_live=self.fields.is_live, features=features, first_column=0)
-        limit = min(model.max_len, config.max_model_len) + offset
         if first and spec is not None:  # a row that was cut back has no features to feed, so later steps must not go on from it
             wanted = wanted * (batch.seq_lens > 0)
-        self._append(chosen, first=first, wanted=wanted, draft_limit=limit, lag=lag, num_chosen=count)
+        self._append(chosen, first=first, wanted=wanted, draft_limit=limit + offset, lag=lag, num_chosen=count)
         self.advance("draft")
 
     def _fed_features(self, spec: FeatureSpec, *, first: bool) -> Array:
