@@ -153,4 +153,6 @@ def test_states_of_jax_keep_it_too() -> None:
     target = tabled()
     settings = {"temperature": 1.0, "stop_ids": [4, 5], "max_tokens": 12, "min_tokens": [6, 3]}
     lifted = fs.interop.jax_model(target)
-    assert outputs(lifted, None, fs.rules.coupled, [[1], [2]], **settings) == outputs(target, None, fs.rules.coupled, [[1], [2]], **settings)
+    assert outputs(lifted, None, fs.rules.coupled, [[1], [2]], **settings) == outputs(
+        target, None, fs.rules.coupled, [[1], [2]], **settings
+    )

@@ -1,8 +1,10 @@
 """Self-drafting: the target's own first layers, with its embedding and output matrix, as a draft."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from funcspec.drafters.standalone import Standalone, standalone
@@ -46,17 +48,29 @@ def early_exit(target: Llama | JaxLlama, num_layers: int, token_ids: Array | Non
         refuse("num_layers", "an int", f"{num_layers!r} ({type(num_layers).__name__})", "pass a number of layers", ArgumentTypeError)
     if not 1 <= num_layers <= target.num_layers:
         refuse("num_layers", f"from 1 to {target.num_layers}", num_layers, "run at least one layer, and no more than the target has")
-    config = replace(target.config, num_layers=num_layers)
-    weights = {name: weight for name, weight in target.weights.items() if name in config.weight_shapes() or name == "head"}
-    if token_ids is None:
-        return standalone(type(target)(config, weights, target.output_token_ids))
-    kind, ids = (jax.Array, jax.numpy.int32) if isinstance(target, JaxLlama) else (torch.Tensor, torch.int32)
-    if not isinstance(token_ids, kind) or token_ids.dtype != ids or token_ids.ndim != 1:
+    if token_ids is not None:
+        _check_ids(target, token_ids)
+    return standalone(_first_layers(target, num_layers, token_ids), token_ids)
+
+
+def _check_ids(target: Llama | JaxLlama, token_ids: Array) -> None:
+    kind, dtype = (jax.Array, jnp.int32) if isinstance(target, JaxLlama) else (torch.Tensor, torch.int32)
+    if not isinstance(token_ids, kind) or token_ids.dtype != dtype or token_ids.ndim != 1:
         found = getattr(token_ids, "dtype", type(token_ids).__name__)
         refuse("token_ids", f"a one-dimensional int32 {kind.__name__}", found, "convert it", ArgumentTypeError)
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < target.vocab_size:
         found = f"ids from {int(token_ids.min())} to {int(token_ids.max())}"
         refuse("token_ids", f"ids from 0 to {target.vocab_size - 1}", found, "pass ids of the target", ModelError)
-    matrix = target.weights.get("head", target.weights["embed"])
-    rows = matrix[token_ids.long() if isinstance(token_ids, torch.Tensor) else token_ids]
-    return standalone(type(target)(config, weights | {"head": rows}, token_ids), token_ids)
+
+
+def _first_layers(target: Llama | JaxLlama, num_layers: int, token_ids: Array | None) -> Llama | JaxLlama:
+    """The target cut short, with its output matrix cut to some rows."""
+    config = replace(target.config, num_layers=num_layers)
+    weights: dict[str, Any] = {name: target.weights[name] for name in config.weight_shapes()}
+    matrix: Any = target.weights.get("head", target.weights["embed"])
+    if token_ids is not None:
+        weights["head"] = matrix[token_ids if isinstance(target, JaxLlama) else token_ids.long()]
+    elif "head" in target.weights:
+        weights["head"] = matrix
+    output_ids: Any = target.output_token_ids if token_ids is None else token_ids
+    return JaxLlama(config, weights, output_ids) if isinstance(target, JaxLlama) else Llama(config, weights, output_ids)
