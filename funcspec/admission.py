@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from funcspec.config import SpecConfig
+from funcspec.config import SpecConfig, check_config
 from funcspec.constants import NO_TOKEN
 from funcspec.drafters.base import Drafter
-from funcspec.errors import ArgumentTypeError, CapacityError, ModelError, refuse
+from funcspec.errors import CapacityError, ModelError, check_bool, refuse
 from funcspec.kernels.acceptance import AT_LENGTH, NOT_FINISHED, STOPPED
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
 from funcspec.leases import FEATURES, JaxLease, Lease, host_copy
 from funcspec.models.base import Model
 from funcspec.noise import TARGET
 from funcspec.partners import (
+    check_device,
     check_drafter,
     check_features,
     check_framework,
@@ -27,7 +28,7 @@ from funcspec.partners import (
     partner_of,
 )
 from funcspec.requests import Request, validate
-from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, ROUND_START, SpecState, check_phase, check_state, field_shape
+from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, ROUND_START, SpecState, check_fields, check_phase, check_state, field_shape
 from funcspec.transitions import open_step
 
 DEFAULT_CHUNK = 512
@@ -70,9 +71,9 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
         >>> fs.init(config, fs.models.ChecksumModel())
         SpecState(round start, 0 of 2 rows live, K=3, L=32, rules.greedy)
     """
-    if not isinstance(config, SpecConfig):
-        refuse("config", "a SpecConfig", type(config).__name__, "make one with SpecConfig(...)", ArgumentTypeError)
-    check_model("target", target, config)
+    check_config(config)
+    check_model("target", target)
+    check_device("target", target, config)
     if target.max_len < config.max_model_len:
         raise ModelError(
             f"target: expected max_len of at least max_model_len = {config.max_model_len}, got {target.max_len}. "
@@ -81,10 +82,12 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
     draft_model = None
     if drafter is not None:
         check_drafter(drafter)
-        drafter.init(config, target)
         draft_model = drafter.kv_model
         if draft_model is not None:
-            check_model("drafter", draft_model, config)
+            check_model("drafter", draft_model)
+            check_device("drafter", draft_model, config)
+        drafter.init(config, target)
+        if draft_model is not None:
             check_features(draft_model, target)
     check_framework(config, target, draft_model)
     partners = {"target": partner_of(target)} | ({} if draft_model is None else {"draft": partner_of(draft_model)})
@@ -156,6 +159,8 @@ def admit_requests(
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         refuse("chunk", "a positive int or None", repr(chunk), "leave it out for the default")
     draft_model = partner_model(state, target, drafter)
+    if drafter is not None:
+        check_drafter(drafter)
     step = open_step(state, "admit", donate=donate)
     size = chunk or DEFAULT_CHUNK
     models = {"target": target} if draft_model is None else {"target": target, "draft": draft_model}
@@ -231,8 +236,8 @@ def truncate(state: SpecState, lengths: Mapping[int, int], *, finish: bool = Fal
     check_phase(check_state(state, "truncate"), "truncate", (ROUND_START,), "finish the round with verify first")
     if not isinstance(lengths, Mapping) or not lengths:
         refuse("lengths", "a length for at least one row", repr(lengths)[:60], "pass {row: length}")
-    if not isinstance(finish, bool):
-        refuse("finish", "True or False", repr(finish), "pass a bool")
+    check_bool("finish", finish)
+    check_fields(state)
     rows = row_numbers(list(lengths), state.config)
     held = {name: host_copy(getattr(state, name))[rows] for name in ("tokens", "num_tokens", "prompt_len", "row_limit", "draft_len")}
     for row, most, prompt in zip(rows, held["num_tokens"].tolist(), held["prompt_len"].tolist(), strict=True):

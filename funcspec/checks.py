@@ -17,12 +17,13 @@ import torch
 
 from funcspec import rules
 from funcspec.admission import DEFAULT_CHUNK, admit, init, release
-from funcspec.config import SpecConfig
+from funcspec.config import SpecConfig, check_config
 from funcspec.drafters.base import Drafter
-from funcspec.errors import CapacityError, refuse
+from funcspec.errors import CapacityError, check_int, refuse
 from funcspec.generation import generate
 from funcspec.models.base import Model
 from funcspec.noise import TARGET, gumbel, noise_words
+from funcspec.partners import check_model
 from funcspec.requests import validate
 from funcspec.state import SpecState
 from funcspec.steps import Scores, accept, score
@@ -64,6 +65,7 @@ def check_shape_stable(target: Model, config: SpecConfig, *, seed: int = 0) -> S
         seed: of the sequences.
 
     Raises:
+        ArgumentError, ArgumentTypeError, ModelError: no model, no configuration, or a seed that is no int of 0 or more.
         CapacityError: max_model_len leaves no room for a prompt and the drafts.
 
     Example:
@@ -72,6 +74,9 @@ def check_shape_stable(target: Model, config: SpecConfig, *, seed: int = 0) -> S
         >>> check_shape_stable(fs.models.ChecksumModel(), config)
         ShapeReport(stable=True, max_difference=0.0, flips=0, prefixes=12)
     """
+    check_model("target", target)
+    check_config(config)
+    check_int("seed", seed, 0)
     rows, drafts = config.max_num_reqs, config.num_speculative_tokens
     longest = min(PROMPT, config.max_model_len - drafts - 2)
     if longest < 1:
@@ -146,6 +151,8 @@ def same_as_plain(
         >>> same_as_plain(fs.models.ChecksumModel(), drafter, [[5, 6, 7], [1]], config=config, temperature=0.8)
         Comparison(identical=True, first_difference=None, margin=None)
     """
+    check_model("target", target)
+    check_config(config)
     requests = validate(config, target, prompts, seeds, temperature, max_tokens, 0, stop_ids)
     check_comparable(config.rule, [request.temperature for request in requests])
     words = [[word & 0xFFFFFFFF for word in request.seed] for request in requests]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from funcspec import rules
 from funcspec.checks import check_comparable
-from funcspec.drafters import fallback, ngram, standalone
+from funcspec.drafters import eagle, fallback, ngram, standalone
 from funcspec.drafters.base import Drafter
 from funcspec.errors import FuncspecError, refuse
 from funcspec.generation import Emission
@@ -22,11 +22,13 @@ from funcspec.jobs import Job, Run, TimedComparison, compare, run_job
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import smollm2
 from funcspec.models.base import Model
+from funcspec.models.llama import Llama
 from funcspec.text import TextStream
 
 DEFAULT_PROMPT = "Write a Python function that reverses a string."
 RULES = tuple(sorted(rule.name for rule in vars(rules).values() if isinstance(rule, rules.Rule)))
-DRAFTERS = ("standalone", "lookup", "lookup+standalone", "none")
+DRAFTERS = ("standalone", "eagle", "lookup", "lookup+standalone", "lookup+eagle", "none")
+DRAFTER_HELP = "eagle reads the target's hidden states; lookup copies from the text so far; none decodes plainly (default: standalone)"
 NEAR_TIE = 0.01  # a hundred times what fp32 logits differ between passes of different shape
 COLOURS = ("\x1b[32m", "\x1b[33m", "\x1b[36m")  # accepted drafts, recovered, bonus
 PLAIN = "\x1b[0m"
@@ -152,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
     make = commands.add_parser(
         "generate",
         help="decode speculatively, with SmolLM2-135M-Instruct unless told otherwise",
-        description="Decode with SmolLM2-135M-Instruct as target and a distilled two-layer draft, or with models of your own. "
+        description="Decode with SmolLM2-135M-Instruct as target and a draft distilled from it, or with models of your own. "
         "Green: accepted drafts, yellow: recovered tokens, cyan: bonus tokens.",
     )
     make.add_argument("--target", metavar="DIR", help="directory of a Hugging Face model (needs transformers)")
@@ -169,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--rule", choices=RULES, help="default: greedy at temperature 0, else coupled")
     make.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     make.add_argument("--seed", type=int, default=0, help="seed of the first prompt; the next ones count up")
-    make.add_argument("--drafter", choices=DRAFTERS, help="lookup copies from the text so far; none decodes plainly (default: standalone)")
+    make.add_argument("--drafter", choices=DRAFTERS, help=DRAFTER_HELP)
     make.add_argument("--compare", action="store_true", help="decode plainly too and compare tokens and time")
     make.add_argument("--progress", action="store_true", help="show a bar instead of text")
     make.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
@@ -195,6 +197,10 @@ def load_models(options: argparse.Namespace) -> Loaded:
     kind = options.drafter or ("lookup" if own and options.draft is None else "standalone")
     if options.num_speculative_tokens == 0:
         kind = "none"
+    if own and "eagle" in kind:
+        refuse(
+            "--drafter", "standalone, lookup or none with --target", kind, "use one of these, or write a program with funcspec.models.heads"
+        )
     if own and "standalone" in kind and options.draft is None:
         refuse("--draft", f"a model directory for --drafter {kind}", "none", "name one, or use --drafter lookup")
     if own:
@@ -203,15 +209,21 @@ def load_models(options: argparse.Namespace) -> Loaded:
         target, tokenizer = load(options.target)
         if tokenizer is None:
             refuse("--target", "a model with a tokenizer", "none in its directory", "save the tokenizer there too")
-        draft = (load(options.draft)[0], None) if "standalone" in kind and options.draft is not None else None
+        drafter = standalone(load(options.draft)[0]) if "standalone" in kind and options.draft is not None else None
         end_tokens = _end_tokens(target, tokenizer)
     else:
         target, tokenizer, end_tokens = smollm2.load_target(), smollm2.load_tokenizer(), smollm2.END_TOKENS
-        draft = smollm2.load_draft(target) if "standalone" in kind else None
-    drafter: Drafter | None = standalone(*draft) if draft is not None else None
+        drafter = _shipped_drafter(target, kind)
     if "lookup" in kind:
         drafter = ngram() if drafter is None else fallback(ngram(), drafter)
     return Loaded(target, drafter, tokenizer, end_tokens)
+
+
+def _shipped_drafter(target: Llama, kind: str) -> Drafter | None:
+    """The drafter with a model of its own among those that `kind` names."""
+    if "eagle" in kind:
+        return eagle(*smollm2.load_head(target))
+    return standalone(*smollm2.load_draft(target)) if "standalone" in kind else None
 
 
 def _end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -126,3 +126,9 @@ class SpecConfig:
     def replace(self, **changes: object) -> "SpecConfig":
         """Return a copy with some fields changed, validated anew."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def check_config(config: object) -> None:
+    """Refuse what is no configuration."""
+    if not isinstance(config, SpecConfig):
+        refuse("config", "a SpecConfig", type(config).__name__, "make one with SpecConfig(...)", ArgumentTypeError)

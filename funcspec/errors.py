@@ -73,3 +73,22 @@ def refuse(argument: str, expected: str, actual: object, fix: str, error: type[E
         funcspec.errors.ArgumentError: chunk: expected a positive integer, got 0. Fix: leave it out.
     """
     raise error(f"{argument}: expected {expected}, got {actual}. Fix: {fix}.")
+
+
+def type_name(value: object) -> str:
+    """How messages call what a value is: a class by its own name."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def check_bool(argument: str, value: object) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        refuse(argument, "True or False", repr(value)[:60], "pass a bool", ArgumentTypeError)
+
+
+def check_int(argument: str, value: object, least: int) -> None:
+    """Refuse anything but an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse(argument, "an int", f"{value!r:.60} ({type(value).__name__})", "pass a plain Python int", ArgumentTypeError)
+    if value < least:
+        refuse(argument, f"at least {least}", value, "pass a larger number")

@@ -90,7 +90,7 @@ def generate(
         >>> [e.tokens for e in fs.generate(config, target, drafter, [[5, 6, 7]], max_tokens=6)]
         [(39,), (1, 6), (42,), (45,), (17,)]
     """
-    if min_tokens != 0 and isinstance(config, SpecConfig):
+    if not (isinstance(min_tokens, int) and min_tokens == 0) and isinstance(config, SpecConfig):
         config = config.replace(allows_min_tokens=True)
     state = init(config, target, drafter)
     most = config.num_speculative_tokens

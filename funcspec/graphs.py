@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from funcspec.config import SpecConfig
-from funcspec.errors import BackendError, StateError, StepOrderError, refuse
+from funcspec.config import SpecConfig, check_config
+from funcspec.errors import ArgumentTypeError, BackendError, StateError, StepOrderError, refuse
 from funcspec.kernels.acceptance import NOT_FINISHED
 from funcspec.leases import Buffers, Lease, new_carried
 from funcspec.pool import Branch
@@ -105,6 +105,7 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
         the captured step.
 
     Raises:
+        ArgumentTypeError: `step` is no function, or does not return a state and an info record.
         BackendError: the state is not on a GPU, or the step does something that cannot be captured.
 
     Example:
@@ -116,6 +117,7 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
         ```
     """
     lease = _torch_lease(state, "capture")
+    _check_step(step)
     if state.config.device_type != "cuda":
         refuse("state", "a state on a GPU", f"one on {state.config.device}", "set SpecConfig.device to 'cuda'", BackendError)
     name = f"captured {getattr(step, '__name__', 'step')}"
@@ -123,7 +125,8 @@ def capture(step: Callable[..., tuple[SpecState, Any]], state: SpecState, *argum
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
-            step(_twin(state, _with_carried(Buffers.filled(state.config), lease)), *arguments, donate=True, **settings)
+            twin = _twin(state, _with_carried(Buffers.filled(state.config), lease))
+            _check_result(step(twin, *arguments, donate=True, **settings), object)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     twin = _twin(state, _with_carried(lease.buffers.packed(), lease))
@@ -155,6 +158,9 @@ def one_round_late(step: Callable[[SpecState], tuple[SpecState, Verdict]], state
         step: a round, captured or eager: takes a state, returns a state and a verdict. It may consume its state and reuse its verdict.
         state: a state of torch at the start of a round.
 
+    Raises:
+        ArgumentTypeError: `step` is no function, or does not return a state and a verdict.
+
     Yields:
         the newest state, of the round that was just given to the device, and the verdict of the round before it, on the host.
 
@@ -171,12 +177,13 @@ def one_round_late(step: Callable[[SpecState], tuple[SpecState, Verdict]], state
         [17]
     """
     _torch_lease(state, "one_round_late")
+    _check_step(step)
     before, newest = HostVerdict(state.config), HostVerdict(state.config)
-    state, verdict = step(state)
+    state, verdict = _check_result(step(state), Verdict)
     before.copy(verdict)
     goes_on = True
     while goes_on:
-        state, verdict = step(state)
+        state, verdict = _check_result(step(state), Verdict)
         newest.copy(verdict)
         found = before.read()
         goes_on = bool(((found.num_emitted > 0) & (found.finish_reason == NOT_FINISHED)).any())
@@ -192,6 +199,7 @@ class HostVerdict:
     """
 
     def __init__(self, config: SpecConfig) -> None:
+        check_config(config)
         rows, width = config.max_num_reqs, config.num_speculative_tokens + 1
         pinned = config.device_type == "cuda"
         shapes = {name: (rows, width) if name in ("tokens", "origin") else (rows,) for name in Verdict.__dataclass_fields__}
@@ -210,6 +218,20 @@ class HostVerdict:
         if self._arrived is not None:
             self._arrived.synchronize()
         return Verdict(**{name: field.clone() for name, field in self._fields.items()})
+
+
+def _check_step(step: object) -> None:
+    if not callable(step):
+        refuse("step", "a function of a state", type(step).__name__, "pass one, such as funcspec.step_round", ArgumentTypeError)
+
+
+def _check_result(result: Any, info: type) -> tuple[SpecState, Any]:
+    """Refuse what a step may not return."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], SpecState) or not isinstance(result[1], info):
+        expected = f"one that returns a state and a{' Verdict' if info is Verdict else 'n info record'}"
+        found = f"one that returns {tuple(type(part).__name__ for part in result)}" if isinstance(result, tuple) else type(result).__name__
+        refuse("step", expected, found, "return what step_round returns", ArgumentTypeError)
+    return result
 
 
 def _twin(state: SpecState, buffers: Buffers) -> SpecState:

@@ -8,7 +8,7 @@ through DLPack and on XLA's own stream.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax.experimental.buffer_callback import buffer_callback
 
-from funcspec.errors import ArgumentTypeError, ModelError, refuse
+from funcspec.errors import ArgumentTypeError, ModelError, refuse, type_name
 from funcspec.kernels.op import Backend, Op
 from funcspec.models.base import KV, ForwardBatch, KVSpec, Model
 
@@ -48,7 +48,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
         >>> jax_dtype(torch.bfloat16).__name__
         'bfloat16'
     """
-    if dtype not in JAX_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in JAX_DTYPES:
         refuse("dtype", "a dtype of at most 32 bits", dtype, "use int32 or float32", ArgumentTypeError)
     return JAX_DTYPES[dtype]
 
@@ -69,6 +69,7 @@ def lift(op: Op, *, backend: Backend | None = None) -> Callable[..., dict[str, j
         a function from keyword arguments to a dictionary of the written arrays by argument name.
 
     Raises:
+        ArgumentError, ArgumentTypeError: `op` is no operation, or there is no such backend.
         ArgumentTypeError: (when called) a written argument is missing or is no array, or an array has 64-bit elements that JAX
             would silently narrow.
         jax.errors.JaxRuntimeError: (when run) the operation refused its arguments; the message names the operation.
@@ -86,6 +87,10 @@ def lift(op: Op, *, backend: Backend | None = None) -> Callable[..., dict[str, j
         >>> out["out_token_indices"].tolist(), out["out_num_rejected"].tolist()
         ([1, 8, 11], [2, 0, 0])
     """
+    if not isinstance(op, Op):
+        refuse("op", "an operation of funcspec.kernels", type_name(op), "pass one, such as window_inputs_", ArgumentTypeError)
+    if backend is not None and (not isinstance(backend, str) or backend not in get_args(Backend)):
+        refuse("backend", "'reference', 'host', 'triton' or None", repr(backend)[:60], "leave it out to choose by device")
 
     def lifted(**arguments: Any) -> dict[str, jax.Array]:
         arrays = {name: value for name, value in arguments.items() if _is_array(value)}

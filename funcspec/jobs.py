@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from funcspec import rules
@@ -10,9 +10,11 @@ from funcspec.checks import Comparison, check_comparable, first_difference, pref
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.drafters.fallback import Fallback
-from funcspec.drafters.standalone import Standalone
+from funcspec.errors import ArgumentTypeError, check_bool, check_int, refuse, type_name
 from funcspec.generation import Emission, generate
 from funcspec.models.base import KV, Array, ForwardBatch, KVSpec, Model
+from funcspec.partners import check_drafter, check_model
+from funcspec.requests import prompt_lists
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Job:
         max_num_reqs: rows, so most prompts at a time; None is one for each prompt.
         tokenizer, stop_strings, min_tokens: as for `generate`.
         device: where the models are.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, ModelError: a field cannot be run; what `generate` looks at is refused by `run_job`.
     """
 
     target: Model
@@ -43,6 +48,20 @@ class Job:
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_model("target", self.target)
+        if self.drafter is not None:
+            check_drafter(self.drafter)
+        prompt_lists(self.prompts)
+        if not isinstance(self.temperature, int | float) or isinstance(self.temperature, bool):
+            refuse("temperature", "a number", repr(self.temperature)[:60], "use 0 for greedy", ArgumentTypeError)
+        if not isinstance(self.rule, rules.Rule):
+            refuse("rule", "an acceptance rule", type_name(self.rule), "pass one of funcspec.rules", ArgumentTypeError)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 0)
+        if self.max_num_reqs is not None:
+            check_int("max_num_reqs", self.max_num_reqs, 1)
 
 
 @dataclass
@@ -87,15 +106,15 @@ class TimedModel:
 
 
 def timed_drafter(drafter: Drafter | None) -> tuple[Drafter | None, TimedModel | None]:
-    """The drafter with its model timed, where it has one."""
-    if isinstance(drafter, Standalone):
-        model = TimedModel(drafter.model)
-        return replace(drafter, model=model), model
+    """The drafter with its model timed, where it has one as its field `model`."""
     if isinstance(drafter, Fallback):
         second, model = timed_drafter(drafter.second)
         assert second is not None
         return replace(drafter, second=second), model
-    return drafter, None
+    if not is_dataclass(drafter) or "model" not in vars(drafter):
+        return drafter, None
+    timed = TimedModel(vars(drafter)["model"])
+    return replace(drafter, **{"model": timed}), timed
 
 
 def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, padded: bool = False) -> Run:
@@ -105,7 +124,14 @@ def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, 
         job: what to decode.
         on_emission: called with what each round emitted.
         padded: without a drafter, decode in the shape of speculative passes.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, ModelError: as for `generate`, before anything is decoded.
     """
+    _check_job(job)
+    if on_emission is not None and not callable(on_emission):
+        refuse("on_emission", "a function of an Emission, or None", type(on_emission).__name__, "leave it out", ArgumentTypeError)
+    check_bool("padded", padded)
     width = job.num_speculative_tokens if job.drafter is not None or padded else 0
     longest = max(map(len, job.prompts)) + job.max_tokens
     config = SpecConfig(
@@ -118,9 +144,7 @@ def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, 
     target = TimedModel(job.target)
     drafter, draft = timed_drafter(job.drafter)
     run = Run([[] for _ in job.prompts], [""] * len(job.prompts))
-    options: dict[str, Any] = {"max_tokens": job.max_tokens, "min_tokens": job.min_tokens, "stop_ids": job.stop_ids}
-    if job.tokenizer is not None:
-        options |= {"tokenizer": job.tokenizer, "stop_strings": job.stop_strings}
+    options: dict[str, Any] = {name: getattr(job, name) for name in ("max_tokens", "min_tokens", "stop_ids", "tokenizer", "stop_strings")}
     started = time.perf_counter()
     for emission in generate(config, target, drafter, job.prompts, seeds=job.seeds, temperature=job.temperature, **options):
         run.emissions.append(emission)
@@ -131,6 +155,11 @@ def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, 
     run.seconds = time.perf_counter() - started
     run.target_seconds, run.draft_seconds = target.seconds, 0.0 if draft is None else draft.seconds
     return run
+
+
+def _check_job(job: object) -> None:
+    if not isinstance(job, Job):
+        refuse("job", "a Job", type(job).__name__, "make one with Job(...)", ArgumentTypeError)
 
 
 @dataclass(frozen=True)
@@ -144,8 +173,17 @@ def compare(job: Job, run: Run) -> TimedComparison:
     """Decode plainly, one token a pass and in the shape of speculative passes, and compare tokens and time.
 
     Raises:
-        ArgumentError: the rule draws another sample than plain decoding.
+        ArgumentError: the rule draws another sample than plain decoding, the job has no seeds, or the run is of other prompts.
+        ArgumentTypeError: no job, or no run.
     """
+    _check_job(job)
+    if not isinstance(run, Run):
+        refuse("run", "a Run", type_name(run), "pass what run_job(job) returned", ArgumentTypeError)
+    if len(run.outputs) != len(job.prompts):
+        expected = f"the run of this job, with an output for each of {len(job.prompts)} prompts"
+        refuse("run", expected, f"one of {len(run.outputs)}", "pass what run_job(job) returned")
+    if job.seeds is None:
+        refuse("job.seeds", "a seed for each prompt, as the runs are to draw the same", "None", "give every prompt a seed")
     check_comparable(job.rule, [job.temperature])
     plain_job = replace(job, drafter=None)
     padded, single = run_job(plain_job, padded=True), run_job(plain_job)

@@ -17,11 +17,11 @@ import torch
 from jax.core import Tracer
 
 from funcspec.config import SpecConfig
-from funcspec.errors import ArgumentTypeError, DonatedStateError, StateError, refuse
+from funcspec.errors import DonatedStateError, StateError
 from funcspec.interop import jax_dtype
 from funcspec.models.base import FeatureSpec, KVSpec
 from funcspec.pool import STRANGER, Branch, Pool
-from funcspec.state import ARRAY_FIELDS, ROUND_START, field_shape, name_step
+from funcspec.state import ARRAY_FIELDS, ROUND_START, check_field, field_shape, name_step
 
 ALIGNMENT = 64
 
@@ -107,14 +107,12 @@ class Buffers:
     def __getattr__(self, name: str) -> torch.Tensor:
         if name not in ARRAY_FIELDS:
             raise AttributeError(name)
-        view = self.views.get(name)
-        if view is None:
+        if name not in self.views:
             offset, size = self.layout(self.config)[0][name]
             assert self.arena is not None
-            view = self.arena[offset : offset + size].view(ARRAY_FIELDS[name]["dtype"]).view(field_shape(self.config, name))
-            self.views[name] = view
+            self.views[name] = self.arena[offset : offset + size].view(ARRAY_FIELDS[name]["dtype"]).view(field_shape(self.config, name))
         # Kept as an attribute too: steps read fields thousands of times a second.
-        self.__dict__[name] = view
+        view = self.__dict__[name] = self.views[name]
         return view
 
     def packed(self) -> "Buffers":
@@ -125,13 +123,8 @@ class Buffers:
         """
         if self.arena is not None:
             return Buffers(self.config, self.arena.clone())
-        for name, declared in ARRAY_FIELDS.items():
-            array = self.views[name]
-            if not isinstance(array, torch.Tensor) or array.dtype != declared["dtype"]:
-                kind = getattr(array, "dtype", type(array).__name__)
-                refuse(f"state.{name}", f"a torch tensor of {declared['dtype']}", kind, "convert it before stepping", ArgumentTypeError)
-            if tuple(array.shape) != field_shape(self.config, name):
-                refuse(f"state.{name}", f"shape {field_shape(self.config, name)}", tuple(array.shape), "keep the declared shape")
+        for name in ARRAY_FIELDS:
+            check_field(self.config, name, self.views[name], "torch")
         packed = Buffers.filled(self.config)
         for name in ARRAY_FIELDS:
             getattr(packed, name).copy_(self.views[name])

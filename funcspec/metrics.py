@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
-from funcspec.errors import refuse
+from funcspec.errors import ArgumentTypeError, check_int, refuse
 from funcspec.generation import Emission
 
 
@@ -46,6 +47,9 @@ def statistics(emissions: Iterable[Emission], num_speculative_tokens: int) -> St
         emissions: from `generate` or your own loop.
         num_speculative_tokens: K, number of draft positions.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: not emissions, or K is no int or below the drafts of a round.
+
     Example:
         >>> import funcspec as fs
         >>> target, drafter = fs.models.ChecksumModel(), fs.drafters.standalone(fs.models.ChecksumDraft())
@@ -54,9 +58,15 @@ def statistics(emissions: Iterable[Emission], num_speculative_tokens: int) -> St
         >>> found.rounds, found.accepted, found.acceptance_by_position
         (5, (2, 1, 0), (0.5, 0.25, 0.0))
     """
+    check_int("num_speculative_tokens", num_speculative_tokens, 0)
+    fix = "pass what generate yields"
+    if not isinstance(emissions, Iterable):
+        refuse("emissions", "emissions to go through", type(emissions).__name__, fix, ArgumentTypeError)
     rounds = emitted = 0
     drafted, accepted = [0] * num_speculative_tokens, [0] * num_speculative_tokens
     for emission in emissions:
+        if not isinstance(emission, Emission):
+            refuse("emissions", "values of type Emission", type(emission).__name__, fix, ArgumentTypeError)
         if emission.round == 0:
             continue
         if emission.num_drafted > num_speculative_tokens:
@@ -83,6 +93,7 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
 
     Raises:
         ArgumentError: a rate outside of 0 to 1.
+        ArgumentTypeError: not numbers.
 
     Example:
         >>> unconditional_to_conditional_rates([0.8, 0.4, 0.4, 0.0, 0.1])
@@ -90,8 +101,15 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
         >>> unconditional_to_conditional_rates([0.5, 0.8])
         (0.5, 1.0)
     """
+    if not isinstance(rates, Sequence):
+        refuse("rates", "a sequence of numbers", type(rates).__name__, "pass a list", ArgumentTypeError)
     for position, rate in enumerate(rates):
+        if not isinstance(rate, Real) or isinstance(rate, bool):
+            refuse("rates", "numbers from 0 to 1", f"{rate!r:.60} at position {position}", "convert it to a float", ArgumentTypeError)
         if not 0 <= rate <= 1:
             refuse("rates", "numbers from 0 to 1", f"{rate} at position {position}", "pass shares of rounds, such as 0.8")
     before = (1.0, *rates)
     return tuple(min(rate / last, 1.0) if last > 0 else 0.0 for last, rate in zip(before, rates, strict=False))
+
+
+__all__ = ["Statistics", "statistics", "unconditional_to_conditional_rates"]

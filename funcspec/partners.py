@@ -7,9 +7,9 @@ import torch
 
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.errors import ArgumentTypeError, ModelError, refuse
+from funcspec.errors import ArgumentTypeError, ModelError, refuse, type_name
 from funcspec.leases import Partner
-from funcspec.models.base import FeatureSpec, Model
+from funcspec.models.base import FeatureSpec, KVEntry, KVSpec, Model
 from funcspec.state import SpecState
 
 
@@ -43,18 +43,28 @@ def partner_model(state: SpecState, target: Model | None, drafter: Drafter | Non
 
 def check_drafter(drafter: object) -> None:
     """Refuse what is no drafter. Checks the whole protocol: for use where objects are made, not in steps."""
-    if not isinstance(drafter, Drafter):
+    if not isinstance(drafter, Drafter) or isinstance(drafter, type):
         fix = "wrap a model with funcspec.drafters.standalone"
-        refuse("drafter", "a drafter or None", type(drafter).__name__, fix, ArgumentTypeError)
+        refuse("drafter", "a drafter or None", type_name(drafter), fix, ArgumentTypeError)
+    proposal, ids = drafter.proposal, drafter.token_ids
+    if not isinstance(proposal, str) or proposal not in ("sampled", "point"):
+        refuse("drafter.proposal", "'sampled' or 'point'", repr(proposal)[:60], "say how drafts are made", ModelError)
+    fits = isinstance(ids, torch.Tensor | jax.Array) and ids.ndim == 1 and str(ids.dtype).removeprefix("torch.") == "int32"
+    if ids is not None and not fits:
+        found = getattr(ids, "dtype", type(ids).__name__)
+        refuse("drafter.token_ids", "a one-dimensional int32 array or None", found, "convert it", ModelError)
 
 
 def check_partner(argument: str, model: Model, partner: Partner, framework: str) -> None:
     """Refuse a model whose sizes or framework differ from those of the model the state was made for."""
+    if isinstance(model, type):
+        _refuse_model(argument, model)
     try:
         found = (model.vocab_size, model.max_len, model.kv_spec, features_of(model))
     except AttributeError:
         _refuse_model(argument, model)
     if found != (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features) or framework_of(model) != framework:
+        check_model(argument, model)
         expected, got = (
             f"of {kind}, vocabulary {one[0]}, max_len {one[1]}, {one[2].num_layers} KV layers"
             + (f", hidden states {one[3].layers}" if one[3] is not None else "")
@@ -75,15 +85,40 @@ def framework_of(model: object) -> str:
 
 
 def _refuse_model(argument: str, model: object) -> NoReturn:
-    found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     fix = "wrap it with a function of funcspec.models"
-    refuse(argument, "a Model (vocab_size, max_len, kv_spec, forward)", found, fix, ArgumentTypeError)
+    refuse(argument, "a Model (vocab_size, max_len, kv_spec, forward)", type_name(model), fix, ArgumentTypeError)
 
 
-def check_model(argument: str, model: object, config: SpecConfig) -> None:
-    """Refuse what is no model, or one on another device. For use where objects are made, not in steps."""
+def check_model(argument: str, model: object) -> None:
+    """Refuse what is no model, or one that says impossible things of itself. For use where objects are made, not in steps."""
     if not isinstance(model, Model) or isinstance(model, type):
         _refuse_model(argument, model)
+    for name, size in (("vocab_size", model.vocab_size), ("max_len", model.max_len)):
+        if not _is_count(size, 1):
+            refuse(f"{argument}.{name}", "a positive int", repr(size)[:60], "correct the model", ModelError)
+    spec = model.kv_spec
+    fits = isinstance(spec, KVSpec) and _is_count(spec.num_layers, 0) and isinstance(spec.entries, tuple)
+    if not fits or not all(map(_is_entry, spec.entries)):
+        expected = "a KVSpec of a number of layers and a tuple of KVEntry(name, shape, torch dtype)"
+        refuse(f"{argument}.kv_spec", expected, repr(spec)[:120], "correct the model", ModelError)
+    features = features_of(model)
+    if features is not None and not isinstance(features, FeatureSpec):
+        refuse(f"{argument}.features", "a FeatureSpec or None", type_name(features), "correct the model", ModelError)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether it describes what a cache can hold."""
+    if not isinstance(entry, KVEntry) or not isinstance(entry.name, str) or not isinstance(entry.dtype, torch.dtype):
+        return False
+    return isinstance(entry.shape, tuple) and all(_is_count(extent, 1) for extent in entry.shape)
+
+
+def check_device(argument: str, model: Model, config: SpecConfig) -> None:
+    """Refuse a model on another device."""
     device = getattr(model, "device", None)
     if device is not None and torch.device(device).type != torch.device(config.device).type:
         raise ModelError(

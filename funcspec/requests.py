@@ -42,9 +42,8 @@ def validate(
     stop_ids: Any,
 ) -> list[Request]:
     """Check prompts and settings as `admit` takes them; refuses the first thing that is out of range."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or not prompts:
-        refuse("prompts", "a non-empty sequence of token id sequences", repr(prompts)[:60], "tokenise first and pass a list of prompts")
-    count = len(prompts)
+    lists = prompt_lists(prompts)
+    count = len(lists)
     if seeds is not None and (not isinstance(seeds, Sequence) or isinstance(seeds, str | bytes) or len(seeds) != count):
         refuse("seeds", f"{count} seeds, one a prompt", repr(seeds), "give every prompt a seed, or None for fresh ones")
     seeds = [secrets.randbits(64) for _ in range(count)] if seeds is None else seeds
@@ -54,11 +53,11 @@ def validate(
     stops = _stop_lists(stop_ids, count)
     return [
         Request(
-            _check_prompt(index, prompts[index], config, target.vocab_size),
+            _check_prompt(index, lists[index], config, target.vocab_size),
             split_seed(seeds[index]),
             _check_temperature(temperatures[index], config),
-            _row_limit(limits[index], len(prompts[index]), config),
-            _min_len(least[index], limits[index], len(prompts[index]), config),
+            _row_limit(limits[index], len(lists[index]), config),
+            _min_len(least[index], limits[index], len(lists[index]), config),
             _check_ids("stop_ids", stops[index], target.vocab_size, config.max_num_stop_ids),
         )
         for index in range(count)
@@ -77,8 +76,14 @@ def _stop_lists(stop_ids: Any, count: int) -> list[Sequence[Any]]:
     return _each("stop_ids", stop_ids, count, ()) if own else [stop_ids] * count
 
 
-def _check_prompt(index: int, prompt: Any, config: SpecConfig, vocab_size: int) -> list[int]:
-    name = f"prompts[{index}]"
+def prompt_lists(prompts: Any) -> list[list[Any]]:
+    """Refuse what is no sequence of prompts; return each as a list. Its items are still to be looked at."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or not prompts:
+        refuse("prompts", "a non-empty sequence of token id sequences", repr(prompts)[:60], "tokenise first and pass a list of prompts")
+    return [_prompt_list(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
+
+
+def _prompt_list(name: str, prompt: Any) -> list[Any]:
     if isinstance(prompt, int | str | bytes) or not (isinstance(prompt, Sequence) or hasattr(prompt, "tolist")):
         refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a list of prompts, each a list of ints", ArgumentTypeError)
     ids = list(prompt) if isinstance(prompt, Sequence) else prompt.tolist()
@@ -86,6 +91,11 @@ def _check_prompt(index: int, prompt: Any, config: SpecConfig, vocab_size: int) 
         refuse(name, "a sequence of token ids", repr(prompt)[:60], "pass a one-dimensional array", ArgumentTypeError)
     if not ids:
         refuse(name, "at least one token id", "an empty prompt", "start with the model's first token")
+    return ids
+
+
+def _check_prompt(index: int, ids: list[Any], config: SpecConfig, vocab_size: int) -> list[int]:
+    name = f"prompts[{index}]"
     if len(ids) >= config.max_model_len:
         refuse(
             name,

@@ -12,6 +12,7 @@ same seed gives. (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arX
 from dataclasses import dataclass
 from typing import Literal
 
+from funcspec.errors import ArgumentTypeError, check_bool, refuse
 from funcspec.noise import DRAFT, TARGET
 
 
@@ -24,12 +25,25 @@ class Rule:
         samples: whether temperatures above 0 are allowed.
         draft_stream: the random stream the drafter draws its tokens from.
         judges_by: "matching" or "ratio", how drafts of rows at temperatures above 0 are judged; others are always matched.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a field is of the wrong type, or names no stream or no way to judge.
     """
 
     name: str
     samples: bool
     draft_stream: int
     judges_by: Literal["matching", "ratio"] = "matching"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            refuse("name", "a string", repr(self.name)[:60], "name the rule", ArgumentTypeError)
+        check_bool("samples", self.samples)
+        if type(self.draft_stream) is not int or self.draft_stream not in (DRAFT, TARGET):
+            found = repr(self.draft_stream)[:60]
+            refuse("draft_stream", f"{DRAFT} or {TARGET}", found, "use DRAFT or TARGET of funcspec.noise")
+        if self.judges_by not in ("matching", "ratio"):
+            refuse("judges_by", "'matching' or 'ratio'", repr(self.judges_by)[:60], "use one of these")
 
     def __repr__(self) -> str:
         return f"rules.{self.name}"

@@ -11,11 +11,11 @@ import torch
 from funcspec.admission import DEFAULT_CHUNK, free_rows, row_numbers
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.errors import ArgumentTypeError, ModelError, StepOrderError, refuse
+from funcspec.errors import ArgumentTypeError, ModelError, StepOrderError, check_bool, refuse
 from funcspec.leases import FEATURES, PROPOSALS, JaxLease, Lease, Partner, host_copy
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, check_partner, framework_of, partner_model
-from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_phase, check_state
+from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_fields, check_phase, check_state
 from funcspec.transitions import Transition, open_step
 
 
@@ -108,6 +108,8 @@ def snapshot(state: SpecState, *, kv: bool = True, rows: Sequence[int] | None = 
         True
     """
     check_phase(check_state(state, "snapshot"), "snapshot", (ROUND_START, DRAFTING), "accept the scores first")
+    check_bool("kv", kv)
+    check_fields(state)
     lease, config = state.lease, state.config
     chosen = list(range(config.max_num_reqs)) if rows is None else row_numbers(rows, config)
     if not chosen:
@@ -142,6 +144,9 @@ def restore(snapshot: Snapshot, target: Model | None = None, drafter: Drafter | 
         check_drafter(drafter)
         if drafter.kv_model is not None and "draft" not in snapshot.caches:
             refuse("drafter", "None, as the state was made with", type(drafter).__name__, "leave it out", ModelError)
+        if drafter.kv_model is None and "draft" in snapshot.caches:
+            fix = "pass the same drafter as to init"
+            refuse("drafter", "the drafter the state was made with", f"{type(drafter).__name__} without a model", fix, ModelError)
     models = {"target": target, "draft": drafter.kv_model if drafter is not None else None}
     framework = _check_models(snapshot, models, framework)
     partners = {role: cache.partner for role, cache in snapshot.caches.items()}

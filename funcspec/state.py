@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import torch
 import torch.utils._pytree as torch_pytree
 
@@ -185,6 +186,27 @@ torch_pytree.register_pytree_node(
     lambda children, structure: _unflatten(structure, children),
     serialized_type_name="funcspec.SpecState",
 )
+
+
+def check_field(config: SpecConfig, name: str, array: object, framework: str) -> None:
+    """Refuse an array that does not fit its declaration.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it is none of the framework, or has another dtype or shape.
+    """
+    declared, shape = ARRAY_FIELDS[name]["dtype"], field_shape(config, name)
+    kinds, kind = ((torch.Tensor,), "torch tensor") if framework == "torch" else ((jax.Array, np.ndarray), "jax.Array")
+    if not isinstance(array, kinds) or str(array.dtype).removeprefix("torch.") != str(declared).removeprefix("torch."):
+        found = getattr(array, "dtype", type(array).__name__)
+        refuse(f"state.{name}", f"a {kind} of {declared}", found, "convert it before stepping", ArgumentTypeError)
+    if tuple(array.shape) != shape:
+        refuse(f"state.{name}", f"shape {shape}", tuple(array.shape), "keep the declared shape")
+
+
+def check_fields(state: SpecState) -> None:
+    """Refuse a state with arrays in it that a caller put there and that do not fit; for what reads fields on the host."""
+    for name in ARRAY_FIELDS:
+        check_field(state.config, name, state.lease.array(name), state.framework)
 
 
 def name_step(step: str) -> str:

@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 from funcspec import rules
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.errors import ArgumentTypeError, FileError, FuncspecError, refuse
+from funcspec.errors import ArgumentTypeError, FileError, FuncspecError, check_bool, refuse
 from funcspec.kernels.acceptance import AT_LENGTH
 from funcspec.leases import PROPOSALS, Partner, carried_layout
 from funcspec.models.base import Model
-from funcspec.partners import check_drafter, partner_of
+from funcspec.partners import check_drafter, check_model, partner_of
 from funcspec.snapshots import Cache, Snapshot, cache_lengths, restore, snapshot
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, field_shape
 
@@ -42,6 +42,7 @@ def save(state: SpecState | Snapshot, path: str | os.PathLike[str], *, kv: bool 
 
     Raises:
         DonatedStateError, StepOrderError: as for `snapshot`.
+        ArgumentError, ArgumentTypeError: `path` names no file, or another argument has the wrong type.
         OSError: the file cannot be written.
 
     Example:
@@ -50,6 +51,8 @@ def save(state: SpecState | Snapshot, path: str | os.PathLike[str], *, kv: bool 
         state = fs.load("state.safetensors", target, drafter)
         ```
     """
+    check_bool("kv", kv)
+    final = _file(path)
     taken = state if isinstance(state, Snapshot) else snapshot(state, kv=kv)
     arrays = {f"fields.{name}": np.ascontiguousarray(values) for name, values in taken.fields.items()}
     arrays |= {f"carried.{name}": np.ascontiguousarray(values) for name, values in taken.carried.items()}
@@ -65,11 +68,13 @@ def save(state: SpecState | Snapshot, path: str | os.PathLike[str], *, kv: bool 
         "caches": {role: _describe(cache) for role, cache in taken.caches.items()},
         "digest": _digest(taken),
     }
-    final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
+        partial.touch()  # where nothing can be written, this says so as the system does
         save_file(arrays, partial, {"funcspec": json.dumps(header)})
         os.replace(partial, final)
+    except SafetensorError as error:
+        raise OSError(f"{final}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -97,20 +102,34 @@ def load(
     Raises:
         FileError: the file is no saved state, is damaged, or says things that cannot be; names what was expected.
         ModelError: the models are not those it was saved with.
+        ArgumentError, ArgumentTypeError: `path` names no file, or another argument has the wrong type.
         OSError: the file cannot be read.
     """
+    file_path = _file(path)
     if drafter is not None:
         check_drafter(drafter)
     if config is not None and not isinstance(config, SpecConfig):
         refuse("config", "a SpecConfig or None", type(config).__name__, "leave it out", ArgumentTypeError)
     models = {"target": target} | ({} if drafter is None or drafter.kv_model is None else {"draft": drafter.kv_model})
+    for role, model in models.items():
+        check_model("drafter" if role == "draft" else role, model)
     partners = {role: partner_of(model) for role, model in models.items()}
     try:
-        with safe_open(os.fspath(path), "numpy") as file:
+        with safe_open(os.fspath(file_path), "numpy") as file:
             found = _read(file, partners, config)
     except SafetensorError as error:
         refuse("path", "a safetensors file", str(error).splitlines()[0], "check that the file is whole", FileError)
     return restore(found, target, drafter, framework=framework)
+
+
+def _file(path: Any) -> Path:
+    """Refuse what cannot be the name of a file."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str):
+        refuse("path", "a str or os.PathLike", type(path).__name__, "pass the name of a file", ArgumentTypeError)
+    if not Path(name).name or "\0" in name:
+        refuse("path", "the name of a file", repr(name)[:60], "name the file, not only its folder")
+    return Path(name)
 
 
 def _digest(taken: Snapshot) -> str:

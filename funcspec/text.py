@@ -1,5 +1,6 @@
 """Text of an output as its tokens come: whole characters only, and nothing of a stop string."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from funcspec.errors import ArgumentTypeError, refuse
+from funcspec.errors import ArgumentTypeError, check_bool, refuse
+
+LARGEST_ID = 2**32 - 1
+"""Tokenizers number tokens with 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0) -> None:
         if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 0:
             refuse("min_tokens", "an int of 0 or more", repr(min_tokens), "leave it out to stop at any token")
+        check_bool("skip_special_tokens", skip_special_tokens)
         self._tokenizer = backend(tokenizer)
         self._stops = check_stop_strings(stop_strings)
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -65,9 +70,13 @@ class TextStream:
         self._stopped = False
 
     def add(self, tokens: Iterable[int]) -> Piece:
-        """Take in tokens; after a stop string none count."""
+        """Take in tokens; after a stop string none count.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: not all of them are token ids; none was taken in.
+        """
         kept = 0
-        for token in tokens:
+        for token in _token_ids(tokens):
             if self._stopped:
                 break
             kept += 1
@@ -111,6 +120,23 @@ class TextStream:
     def _release(self, end: int) -> str:
         text, self._given = self._seen[self._given : end], max(end, self._given)
         return text
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    """Refuse what are no token ids."""
+    fix = "pass a list of ints"
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
+        refuse("tokens", "token ids", repr(tokens)[:60], fix, ArgumentTypeError)
+    found = []
+    for token in tokens:
+        try:
+            number = operator.index(token)
+        except TypeError:
+            refuse("tokens", "int token ids", f"{token!r:.60} ({type(token).__name__})", fix, ArgumentTypeError)
+        if not 0 <= number <= LARGEST_ID:
+            refuse("tokens", f"ids from 0 to {LARGEST_ID}", number, "pass the ids of emitted tokens")
+        found.append(number)
+    return found
 
 
 def backend(tokenizer: Any) -> Tokenizer:

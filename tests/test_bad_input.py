@@ -17,7 +17,6 @@ from bad_tools import TOOLS
 from refusals import DRAFTER, MESSAGE, TARGET, Bad, World, assert_same, make_world, refusal, value
 
 import funcspec as fs
-from funcspec import metrics
 from funcspec.errors import BackendError, FuncspecError
 
 OF_STATES = [*ARGUMENTS, *OBJECTS, *STATES]
@@ -37,7 +36,7 @@ NOT_HERE = {
 
 PLAIN = {
     "a record that the library fills in": "Admitted Captured Comparison Draft Emission HuggingFaceModel Piece Run Scores ShapeReport "
-    "Snapshot TimedComparison Verdict",
+    "Snapshot Statistics TimedComparison Verdict",
     "a record that is looked at by whom it is given to": "ForwardBatch Job KVEntry KVSpec",
     "made by a function of funcspec.drafters or funcspec.interop": "BestOf BlockDrafter Cascade Eagle Fallback Fixed LiftedModel Medusa "
     "Mtp Ngram Parallel Standalone Suffix",
@@ -95,14 +94,14 @@ def test_bad_input_is_refused_and_changes_nothing(bad: Bad, donate: bool, worlds
 
 
 def public() -> dict[str, Any]:
-    """Everything callable that a module lists in `__all__`, by its own name; and the functions of modules without."""
+    """Everything callable that a module lists in `__all__`, by its own name."""
     found: dict[str, Any] = {}
     names = ["funcspec", *(module.name for module in pkgutil.walk_packages(fs.__path__, "funcspec."))]
     for module in map(importlib.import_module, [name for name in names if not name.startswith(tuple(NOT_HERE))]):
         for name in getattr(module, "__all__", ()):
             if callable(member := getattr(module, name)):
                 assert found.setdefault(name, member) is member, f"two things are called {name}"
-    return found | {name: getattr(metrics, name) for name in ("statistics", "unconditional_to_conditional_rates")}
+    return found
 
 
 def test_every_public_function_has_bad_input_for_every_argument(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_toys import FeatureDraft, FeatureTarget
 
 from funcspec import drafters, rules
 from funcspec.cli import Printer, as_json, main, parser, report
@@ -88,7 +89,7 @@ def test_a_report_of_plain_decoding() -> None:
     assert "12 tokens" in text and "accepted by position" not in text
 
 
-WRONG_OPTIONS = ["--rule sampled", "--num-speculative-tokens -1", "--drafter eagle", "--max-tokens 0", "--threads 0"]
+WRONG_OPTIONS = ["--rule sampled", "--num-speculative-tokens -1", "--drafter medusa", "--max-tokens 0", "--threads 0"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], *(["generate", *options.split()] for options in WRONG_OPTIONS)])
@@ -174,7 +175,7 @@ def test_colours_and_whole_characters(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_weights
-@pytest.mark.parametrize("drafter", ["lookup", "lookup+standalone"])
+@pytest.mark.parametrize("drafter", ["eagle", "lookup", "lookup+standalone", "lookup+eagle"])
 def test_every_drafter_gives_the_same_text(capsys: pytest.CaptureFixture[str], drafter: str) -> None:
     """A prompt with much to copy; the text ends at the stop string, exactly."""
     arguments = [
@@ -195,6 +196,17 @@ def test_every_drafter_gives_the_same_text(capsys: pytest.CaptureFixture[str], d
     plain, found = results
     assert found["text"] == plain["text"] == " three four, and one four three four, " and found["tokens"] == plain["tokens"]
     assert found["accepted"] > 0
+    assert (found["draft_seconds"] > 0) == (drafter != "lookup")
+
+
+def test_every_model_that_drafts_is_timed() -> None:
+    head, toy = FeatureDraft(), ChecksumDraft(spread=True)
+    makers = (drafters.eagle(head), drafters.mtp(head), drafters.standalone(toy), drafters.parallel(toy, mask_id=96))
+    for drafter in (*makers, *(drafters.fallback(drafters.ngram(), one) for one in makers)):
+        job = toy_job(target=FeatureTarget(spread=True), drafter=drafter)
+        run = run_job(job)
+        assert run.draft_seconds > 0 and run.outputs == run_job(toy_job(target=FeatureTarget(spread=True), drafter=None)).outputs
+    assert run_job(toy_job(drafter=drafters.ngram())).draft_seconds == 0
 
 
 @needs_weights
@@ -214,6 +226,8 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path:
     for arguments, message in (
         (["--draft", "x"], "--draft: expected --target with it"),
         (["--target", "x", "--drafter", "standalone"], "--draft: expected a model directory for --drafter standalone"),
+        (["--target", "x", "--drafter", "eagle"], "--drafter: expected standalone, lookup or none with --target, got eagle"),
+        (["--target", "x", "--drafter", "lookup+eagle"], "--drafter: expected standalone, lookup or none with --target, got lookup+eagle"),
         (["--prompts-file", str(empty)], "--prompts-file: expected at least one line"),
         (["--prompts-file", str(tmp_path / "missing")], "--prompts-file: expected a readable text file"),
     ):

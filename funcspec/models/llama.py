@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional as F
@@ -110,8 +110,8 @@ def check_hidden_layers(config: LlamaConfig, layers: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Llama:
-    """A Llama as a `Model`: matrices in a mapping, keys and values in the cache that `forward` is given.
+class LlamaLayers:
+    """Layers of a Llama between an embedding and an output matrix: what `Llama` and heads of such layers are made of.
 
     Attributes:
         config: its shape.
@@ -180,60 +180,49 @@ class Llama:
         shape = (self.config.num_kv_heads, self.config.head_dim)
         return KVSpec(self.config.num_layers, (KVEntry("key", shape, self.dtype), KVEntry("value", shape, self.dtype)))
 
-    @torch.no_grad()
-    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run a batch; see `Model.forward`.
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Make room in x [T, width] once for all products of a pass, where they are packed."""
+        missing = ROWS - x.shape[0]
+        return F.pad(x, (0, 0, 0, missing)) if 0 < missing < ROWS and self._products["head"].packed is not None else x
 
-        Hidden state 0 is the embedding, hidden state i what layer i - 1 leaves, and hidden state num_layers is normalised: what
-        the output matrix is applied to.
+    def _run_layers(
+        self, x: torch.Tensor, kv: KV, batch: ForwardBatch, first_input: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run all layers over x, padded or not: what the last one leaves, and hidden states by number, at least the wanted ones.
 
-        Args:
-            kv: "key" and "value", [num_layers, num_blocks, block_size, num_kv_heads, head_dim], written in place.
-            batch: what to run.
-
-        Returns:
-            kv, logits [M, vocab_size] in the weights' dtype, and the wanted hidden states [T, hidden_size].
-
-        Raises:
-            ModelError: `hidden_layers` names a layer that is not there.
+        The attention of the first layer reads `first_input`, if it is given, instead of x normalised.
         """
-        config, weights = self.config, self.weights
-        num_tokens = batch.input_ids.shape[0]
-        check_hidden_layers(config, batch.hidden_layers)
-        x = F.embedding(batch.input_ids, weights["embed"])
-        if 0 < num_tokens < ROWS and self._products["head"].packed is not None:
-            x = F.pad(x, (0, 0, 0, ROWS - num_tokens))  # once for all products of the pass
+        config = self.config
         rotary = (self._rotary[0].index_select(0, batch.positions), self._rotary[1].index_select(0, batch.positions))
         # Attention leaves places that belong to no row as they are: they stay zero in every layer.
         mixed = x.new_zeros((x.shape[0], config.num_heads, config.head_dim))
         kept = {0: x}
         for layer in range(config.num_layers):
-            x = x + self._attend(layer, x, kv, batch, rotary, mixed)
+            read = self._normalise(x, f"{layer}.attention_norm") if first_input is None or layer > 0 else first_input
+            x = x + self._attend(layer, read, kv, batch, rotary, mixed)
             inner = self._products[f"{layer}.gate_up"](self._normalise(x, f"{layer}.mlp_norm"))
             gate, up = inner.split(config.intermediate_size, 1)
             x = x + self._products[f"{layer}.down"](F.silu(gate).mul_(up))
             if layer + 1 in batch.hidden_layers:
                 kept[layer + 1] = x
-        if config.num_layers in batch.hidden_layers:
-            kept[config.num_layers] = self._normalise(x, "norm")
-        chosen = x[:num_tokens] if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
-        logits = self._products["head"](self._normalise(chosen, "norm"))
-        return kv, logits, tuple(kept[layer][:num_tokens] for layer in batch.hidden_layers)
+        return x, kept
 
     def _normalise(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, (self.config.hidden_size,), self.weights[name], self.config.norm_eps)
+        """Normalise with the weight of this name; where the configuration has none, x stays as it is."""
+        weight = self.weights.get(name)
+        return x if weight is None else F.rms_norm(x, (self.config.hidden_size,), weight, self.config.norm_eps)
 
     def _attend(
-        self, layer: int, x: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: tuple[torch.Tensor, torch.Tensor], mixed: torch.Tensor
+        self, layer: int, read: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: tuple[torch.Tensor, torch.Tensor], mixed: torch.Tensor
     ) -> torch.Tensor:
-        """Self-attention of one layer: what it adds to x. `mixed` is scratch."""
+        """Self-attention of one layer over what it reads: what it adds to x. `mixed` is scratch."""
         config = self.config
         num_tokens = batch.input_ids.shape[0]
         heads, kv_heads, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
-        qkv = self._products[f"{layer}.qkv"](self._normalise(x, f"{layer}.attention_norm"))
+        qkv = self._products[f"{layer}.qkv"](read)
         qkv = qkv[:num_tokens].unflatten(1, (heads + 2 * kv_heads, config.head_dim))
         turned = qkv[:, : heads + kv_heads]
-        turned = (turned * rotary[0] + turned.roll(half, 2) * rotary[1]).to(x.dtype)
+        turned = (turned * rotary[0] + turned.roll(half, 2) * rotary[1]).to(read.dtype)
         key, value = kv["key"][layer], kv["value"][layer]
         write_kv_(
             out_key_cache=key,
@@ -257,6 +246,88 @@ class Llama:
         return self._products[f"{layer}.attention_output"](mixed.flatten(1))
 
     @classmethod
+    def from_safetensors(
+        cls,
+        path: str | os.PathLike[str],
+        config: LlamaConfig,
+        embed: torch.Tensor | None = None,
+        output_token_ids: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        head: torch.Tensor | None = None,
+    ) -> Self:
+        """Load weights named as in `LlamaConfig.weight_shapes`. Needs the `safetensors` package.
+
+        Args:
+            path: the file. It may leave out "embed", and have "q", "k", "v", "gate" and "up" apart.
+            config: shape of the model.
+            embed: embedding to share with another model, of the wanted dtype and device; used as it is, without a copy.
+            output_token_ids: [rows] ids to which the output is reduced; their rows of `head` or else of the embedding become the output
+                matrix, unless the file has a "head".
+            dtype: of weights, cache and logits.
+            device: where to put the weights.
+            head: output matrix to share with another model; like `embed`.
+
+        Raises:
+            ModelError: missing or misshapen weights.
+        """
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+        if embed is not None:
+            found["embed"] = embed
+        weights: dict[str, torch.Tensor] = {}
+        for name in config.weight_shapes():
+            prefix, _, part = name.rpartition(".")
+            pieces = [name] if name in found else [f"{prefix}.{piece}".lstrip(".") for piece in _PIECES.get(part, (part,))]
+            if any(piece not in found for piece in pieces):
+                refuse("path", f"tensors {pieces}", f"{len(found)} others", "check the file, or pass embed", ModelError)
+            tensor = found[pieces[0]] if len(pieces) == 1 else torch.cat([found[piece] for piece in pieces])
+            weights[name] = tensor.to(device=device, dtype=dtype)
+        if "head" in found:
+            weights["head"] = found["head"].to(device=device, dtype=dtype)
+        elif output_token_ids is not None:
+            weights["head"] = (weights["embed"] if head is None else head).index_select(0, output_token_ids.to(device))
+        elif head is not None:
+            weights["head"] = head
+        return cls(config, weights, None if output_token_ids is None else output_token_ids.to(device=device, dtype=torch.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Llama(LlamaLayers):
+    """A Llama as a `Model`: matrices in a mapping, keys and values in the cache that `forward` is given.
+
+    Attributes:
+        config, weights, output_token_ids: as for `LlamaLayers`.
+    """
+
+    @torch.no_grad()
+    def forward(self, kv: KV, batch: ForwardBatch) -> tuple[KV, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run a batch; see `Model.forward`.
+
+        Hidden state 0 is the embedding, hidden state i what layer i - 1 leaves, and hidden state num_layers is normalised: what
+        the output matrix is applied to.
+
+        Args:
+            kv: "key" and "value", [num_layers, num_blocks, block_size, num_kv_heads, head_dim], written in place.
+            batch: what to run.
+
+        Returns:
+            kv, logits [M, vocab_size] in the weights' dtype, and the wanted hidden states [T, hidden_size].
+
+        Raises:
+            ModelError: `hidden_layers` names a layer that is not there.
+        """
+        num_tokens, last = batch.input_ids.shape[0], self.config.num_layers
+        check_hidden_layers(self.config, batch.hidden_layers)
+        x, kept = self._run_layers(self._padded(F.embedding(batch.input_ids, self.weights["embed"])), kv, batch)
+        if last in batch.hidden_layers:
+            kept[last] = self._normalise(x, "norm")
+        chosen = x[:num_tokens] if batch.logits_indices is None else x.index_select(0, batch.logits_indices)
+        logits = self._products["head"](self._normalise(chosen, "norm"))
+        return kv, logits, tuple(kept[layer][:num_tokens] for layer in batch.hidden_layers)
+
+    @classmethod
     def from_gguf(
         cls, path: str | os.PathLike[str] | GGUF, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "Llama":
@@ -274,51 +345,9 @@ class Llama:
         config = _gguf_config(gguf)
         return cls(config, _gguf_weights(gguf, config, dtype, device))
 
-    @classmethod
-    def from_safetensors(
-        cls,
-        path: str | os.PathLike[str],
-        config: LlamaConfig,
-        embed: torch.Tensor | None = None,
-        output_token_ids: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> "Llama":
-        """Load weights named as in `LlamaConfig.weight_shapes`. Needs the `safetensors` package.
-
-        Args:
-            path: the file. It may leave out "embed", and have "q", "k", "v", "gate" and "up" apart.
-            config: shape of the model.
-            embed: embedding to share with another model, of the wanted dtype and device; used as it is, without a copy.
-            output_token_ids: [rows] ids to which the output is reduced; their rows of the embedding become the output matrix,
-                unless the file has a "head".
-            dtype: of weights, cache and logits.
-            device: where to put the weights.
-
-        Raises:
-            ModelError: missing or misshapen weights.
-        """
-        from safetensors.torch import load_file
-
-        found = load_file(path)
-        if embed is not None:
-            found["embed"] = embed
-        weights: dict[str, torch.Tensor] = {}
-        for name in config.weight_shapes():
-            prefix, _, part = name.rpartition(".")
-            pieces = [name] if name in found else [f"{prefix}.{piece}" for piece in _PIECES.get(part, (part,))]
-            if any(piece not in found for piece in pieces):
-                refuse("path", f"tensors {pieces}", f"{len(found)} others", "check the file, or pass embed", ModelError)
-            tensor = found[pieces[0]] if len(pieces) == 1 else torch.cat([found[piece] for piece in pieces])
-            weights[name] = tensor.to(device=device, dtype=dtype)
-        if "head" in found:
-            weights["head"] = found["head"].to(device=device, dtype=dtype)
-        elif output_token_ids is not None:
-            weights["head"] = weights["embed"].index_select(0, output_token_ids.to(device))
-        return cls(config, weights, None if output_token_ids is None else output_token_ids.to(device=device, dtype=torch.int32))
-
 
 _PIECES: Mapping[str, tuple[str, ...]] = {
+    "embed_norm": ("ln_e",),
     "attention_norm": ("ln1",),
     "mlp_norm": ("ln2",),
     "attention_output": ("o",),
@@ -390,6 +419,17 @@ def _gguf_weights(gguf: GGUF, config: LlamaConfig, dtype: torch.dtype, device: t
     return weights
 
 
+def random_weights(config: LlamaConfig, seed: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Random weights of a configuration's shapes, for tests: the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in config.weight_shapes().items():
+        values = torch.randn(shape, generator=generator)
+        weight = 1 + 0.1 * values if len(shape) == 1 else values if name == "embed" else values * shape[1] ** -0.5
+        weights[name] = weight.to(device=device, dtype=dtype)
+    return weights
+
+
 def random_llama(config: LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Llama:
     """A Llama with random weights, for tests: the same for the same seed.
 
@@ -399,10 +439,4 @@ def random_llama(config: LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.
         dtype: of weights, cache and logits.
         device: where to put the weights.
     """
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in config.weight_shapes().items():
-        values = torch.randn(shape, generator=generator)
-        weight = 1 + 0.1 * values if len(shape) == 1 else values if name == "embed" else values * shape[1] ** -0.5
-        weights[name] = weight.to(device=device, dtype=dtype)
-    return Llama(config, weights)
+    return Llama(config, random_weights(config, seed, dtype, device))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from funcspec.errors import refuse
+from funcspec.errors import check_int, refuse
 from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
 
 _TOKEN_CACHE = KVSpec(1, (KVEntry("token", (), torch.int32), KVEntry("position", (), torch.int32)))
@@ -112,6 +112,7 @@ class TableModel:
             fits = False
         if not fits:
             refuse("probabilities", "a square table whose rows are distributions", repr(table), "give every token one row that sums to 1")
+        check_int("max_len", self.max_len, 1)
         object.__setattr__(self, "log_table", torch.tensor(table, dtype=torch.float64).log().float())
 
     @property
