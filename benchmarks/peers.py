@@ -59,14 +59,36 @@ def hugging_face_weights(model: Llama) -> dict[str, torch.Tensor]:
     return named
 
 
-def hugging_face_model(model: Llama) -> transformers.LlamaForCausalLM:
-    """The same model, with copies of the weights, in the peer's classes."""
+class ReducedHead(torch.nn.Module):
+    """The output matrix of a reduced vocabulary, with logits of -inf for all other tokens: transformers wants vocabularies to be equal."""
+
+    def __init__(self, weight: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.register_buffer("weight", weight)
+        self.register_buffer("token_ids", token_ids.long())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to [..., vocab_size]."""
+        logits = x.new_full((*x.shape[:-1], self.vocab_size), -torch.inf)
+        return logits.index_copy_(-1, self.token_ids, torch.nn.functional.linear(x, self.weight))
+
+
+def hugging_face_model(model: Llama, *, reduced: bool = False) -> transformers.LlamaForCausalLM:
+    """The same model, with copies of the weights, in the peer's classes.
+
+    Args:
+        model: ours.
+        reduced: keep the reduced vocabulary of a model that has one, so that both draw from the same law; see `ReducedHead`.
+    """
     weights = hugging_face_weights(model)
     tied = weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
     config = hugging_face_config(model.config, tied=tied)
     # The dtype is given here and not by .to(), which would round the rotary frequencies too.
     built = transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
     built.load_state_dict(weights)
+    if reduced and model.output_token_ids is not None:
+        built.lm_head = ReducedHead(model.weights["head"].clone(), model.output_token_ids, model.config.vocab_size)
     return built.to(model.device).eval()
 
 
@@ -95,15 +117,40 @@ class Clock(BaseStreamer):
         return Decoded(tokens, sum(self._puts[2:]), len(self._puts[2:]), seconds)
 
 
+def generation_config(settings: Settings, *, lookup: int = 0, sampled: bool = False) -> transformers.GenerationConfig:
+    """What to generate, in the peer's words; the options are those of `Generator`."""
+    return transformers.GenerationConfig(
+        do_sample=sampled,
+        **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}),
+        prompt_lookup_num_tokens=lookup or None,
+        max_new_tokens=settings.max_tokens,
+        eos_token_id=list(settings.stop_ids) or None,
+        pad_token_id=0,
+        use_cache=True,
+    )
+
+
+def generate_together(settings: Settings, model: transformers.LlamaForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
+    """Decode prompts greedily as one batch, padded on the left; return the tokens of each."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=settings.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=settings.device)
+    output = model.generate(ids, attention_mask=mask, generation_config=generation_config(settings))[:, width:].tolist()
+    ends = [next((place + 1 for place, token in enumerate(row) if token in settings.stop_ids), len(row)) for row in output]
+    return [row[:end] for row, end in zip(output, ends, strict=True)]
+
+
 class Generator:
-    """`transformers` generation, greedy at batch 1.
+    """`transformers` generation at batch 1.
 
     Args:
         settings: what to decode.
         model: the target.
         assistant: a model to draft, or None.
-        drafts: drafts of the assistant in each round, always that many.
+        drafts: drafts of the assistant in each round, always that many; 0 leaves it to transformers' defaults.
         static: use a static cache; on a GPU transformers then compiles the model by itself.
+        lookup: drafts of prompt lookup in each round; 0 is none.
+        sampled: sample at temperature 1 from the whole vocabulary, by torch's generator; else greedy.
     """
 
     def __init__(
@@ -114,15 +161,11 @@ class Generator:
         drafts: int = 0,
         *,
         static: bool = False,
+        lookup: int = 0,
+        sampled: bool = False,
     ) -> None:
         self._settings, self._model, self._assistant, self._drafts = settings, model, assistant, drafts
-        self._config = transformers.GenerationConfig(
-            do_sample=False,
-            max_new_tokens=settings.max_tokens,
-            eos_token_id=list(settings.stop_ids) or None,
-            pad_token_id=0,
-            use_cache=True,
-        )
+        self._config = generation_config(settings, lookup=lookup, sampled=sampled)
         # One cache for all prompts: a fresh one would be recorded anew.
         self._cache = transformers.StaticCache(config=model.config, max_cache_len=settings.max_model_len) if static else None
 
@@ -133,8 +176,8 @@ class Generator:
         more: dict[str, object] = {}
         if self._assistant is not None:
             own = self._assistant.generation_config
-            own.num_assistant_tokens, own.num_assistant_tokens_schedule = self._drafts, "constant"
-            own.assistant_confidence_threshold = 0.0  # or it would stop drafting when it is unsure
+            own.num_assistant_tokens, own.num_assistant_tokens_schedule = self._drafts or None, "constant"
+            own.assistant_confidence_threshold = 0.0 if self._drafts else None  # or it would stop drafting when it is unsure
             more["assistant_model"] = self._assistant
         if self._cache is not None:
             self._cache.reset()
