@@ -197,6 +197,7 @@ def test_weights_are_shared_and_no_constants_of_a_program() -> None:
         ({"style": "medusa"}, r"^style: expected 'eagle', 'eagle3' or 'mtp', got 'medusa'"),
         ({"num_layers": 0}, r"^num_layers: expected at least 1, got 0"),
         ({"num_kv_heads": 4}, r"^num_kv_heads: expected a divisor of 6"),
+        ({"target_layers": 3}, r"^target_layers: expected a tuple of layer numbers, got 3"),
         ({"target_layers": ()}, r"^target_layers: expected one with 'eagle', got \(\)"),
         ({"target_layers": (1, 2)}, r"^target_layers: expected one with 'eagle', got \(1, 2\)"),
         ({"style": "mtp", "target_layers": (1, 2)}, r"^target_layers: expected one with 'mtp'"),
@@ -208,7 +209,7 @@ def test_weights_are_shared_and_no_constants_of_a_program() -> None:
     ],
 )
 def test_refuses_configurations(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises((ModelError, ArgumentTypeError), match=message):
         EagleConfig(**({**SHAPE, "target_layers": (3,)} | changes))
 
 

@@ -63,6 +63,8 @@ class EagleConfig(LlamaConfig):
             refuse("style", "'eagle', 'eagle3' or 'mtp'", repr(self.style), "use one of these", ModelError)
         if self.num_layers < 1:
             refuse("num_layers", "at least 1", self.num_layers, "check the configuration", ModelError)
+        if not isinstance(self.target_layers, tuple):
+            refuse("target_layers", "a tuple of layer numbers", repr(self.target_layers), "write (number,)", ArgumentTypeError)
         count = len(self.target_layers)
         if self.style == "eagle3" and count < 2:
             refuse("target_layers", "two or more with 'eagle3'", self.target_layers, "use the style 'eagle' for one", ModelError)
