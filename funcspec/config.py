@@ -90,6 +90,8 @@ class SpecConfig:
                 self.num_speculative_tokens,
                 "draft fewer tokens or allow longer rows",
             )
+        if not isinstance(self.device, str | torch.device):
+            refuse("device", "'cpu' or 'cuda'", repr(self.device), "spell it as torch does", ArgumentTypeError)
         try:
             kind = self.device_type
         except (RuntimeError, TypeError) as error:

@@ -142,6 +142,7 @@ def test_jax_equals_torch(anchor: bool) -> None:
     check_jax(dflash(MODEL, MASK, anchor=anchor), fs.rules.ratio, JaxLlama.from_torch(TARGET), other)
 
 
+@pytest.mark.jax_on_cpu
 def test_a_torch_model_in_programs_of_jax() -> None:
     check_jax(dflash(MODEL, MASK), fs.rules.coupled, jax_model(TARGET), dflash(jax_model(MODEL), MASK))
 
