@@ -91,7 +91,7 @@ class SpecConfig:
                 "draft fewer tokens or allow longer rows",
             )
         if not isinstance(self.device, str | torch.device):
-            refuse("device", "'cpu' or 'cuda'", repr(self.device), "spell it as torch does")
+            refuse("device", "a device that torch knows", repr(self.device), "use 'cpu' or 'cuda'")
         try:
             kind = self.device_type
         except (RuntimeError, TypeError) as error:
