@@ -8,7 +8,7 @@ XLA decides what is copied and what is reused.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,10 +59,10 @@ def carried_layout(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dic
     }
 
 
-def new_carried(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, torch.Tensor]:
-    """Allocate them."""
+def new_carried(config: SpecConfig, partners: Mapping[str, "Partner"], names: Collection[str] = CARRIED) -> dict[str, torch.Tensor]:
+    """Allocate those of them that are named."""
     layout = carried_layout(config, partners).items()
-    return {name: torch.full(shape, fill, dtype=dtype, device=config.device) for name, (shape, dtype, fill) in layout}
+    return {name: torch.full(shape, fill, dtype=dtype, device=config.device) for name, (shape, dtype, fill) in layout if name in names}
 
 
 class Buffers:
@@ -229,7 +229,7 @@ class Lease:
             for role, partner in partners.items()
         }
         known, buffers = [0] * config.max_num_reqs, Buffers.filled(config)
-        buffers.carried = {name: array for name, array in new_carried(config, partners).items() if name == FEATURES}
+        buffers.carried = new_carried(config, partners, (FEATURES,))
         return cls(buffers, name_step("init"), branches["target"], branches.get("draft"), partners, known)
 
     @property

@@ -84,7 +84,7 @@ WITHIN: dict[str, set[str]] = {
     "drafters.eagle": {"drafters.base", "drafters.pairs"},
     "drafters.mtp": {"drafters.base", "drafters.pairs", "drafters.eagle"},
     "drafters.cascade": {"drafters.base", "drafters.proposals", "drafters.standalone"},
-    "drafters.early_exit": {"drafters.standalone"},
+    "drafters.early_exit": {"drafters.pairs", "drafters.standalone"},
     "drafters.ngram": {"drafters.base", "drafters.proposals"},
     "drafters.fallback": {"drafters.base", "drafters.proposals"},
     "drafters.best_of": {"drafters.base", "drafters.proposals"},

@@ -1,12 +1,12 @@
 """Several drafters without a model as one: in each round and row the longest proposal is drafted."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax
 
 from funcspec.config import SpecConfig
-from funcspec.drafters.proposals import Proposer, place_proposals
+from funcspec.drafters.proposals import Proposer, WithoutModel, place_proposals
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.kernels.longer_proposals import longer_proposals_
 from funcspec.models.base import Array, Model
@@ -16,25 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BestOf:
+class BestOf(WithoutModel):
     """Several proposers as one; see `best_of`."""
 
     proposers: tuple[Proposer, ...]
-
-    @property
-    def proposal(self) -> Literal["point"]:
-        """Drafts are just proposed."""
-        return "point"
-
-    @property
-    def token_ids(self) -> None:
-        """Proposals are the target's own tokens."""
-        return None
-
-    @property
-    def kv_model(self) -> None:
-        """There is no model."""
-        return None
 
     def init(self, config: SpecConfig, target: Model) -> None:
         """Check that all of them fit."""
@@ -68,7 +53,7 @@ class BestOf:
 
 
 # The leaves of the proposers, past outputs for example, are leaves of the whole.
-jax.tree_util.register_pytree_node(BestOf, lambda drafter: (drafter.proposers, None), lambda _, proposers: BestOf(tuple(proposers)))
+jax.tree_util.register_dataclass(BestOf, data_fields=["proposers"], meta_fields=[])
 
 
 def best_of(*proposers: Proposer) -> BestOf:

@@ -1,7 +1,7 @@
 """Two drafters, one drafting for the other: the second judges what the first proposes, in one pass."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -59,16 +59,8 @@ class Cascade:
             self.second.next(transition)
 
 
-def _flatten(drafter: Cascade) -> tuple[tuple[Any, Any], bool]:
-    return (drafter.proposer, drafter.second), drafter.one_pass
-
-
-def _unflatten(one_pass: bool, children: tuple[Any, Any]) -> Cascade:
-    return Cascade(*children, one_pass)
-
-
 # Like `Standalone`: the weights of the second one are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(Cascade, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Cascade, data_fields=["proposer", "second"], meta_fields=["one_pass"])
 
 
 def cascade(first: Proposer, second: Standalone, *, one_pass: bool = True) -> Cascade:

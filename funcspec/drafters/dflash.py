@@ -1,7 +1,7 @@
 """DFlash: a block of mask tokens over the target's hidden states, filled in one pass without causality."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import jax
 
@@ -49,16 +49,8 @@ class BlockDrafter:
         """Nothing is left to do."""
 
 
-def _flatten(drafter: BlockDrafter) -> tuple[tuple[Any, Any], tuple[int, bool, str]]:
-    return (drafter.model, drafter.token_ids), (drafter.mask_id, drafter.anchor, drafter.proposal)
-
-
-def _unflatten(static: tuple[int, bool, Any], children: tuple[Any, Any]) -> BlockDrafter:
-    return BlockDrafter(children[0], static[0], children[1], *static[1:])
-
-
 # Like `Standalone`: with a model of JAX its weights are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(BlockDrafter, _flatten, _unflatten)
+jax.tree_util.register_dataclass(BlockDrafter, data_fields=["model", "token_ids"], meta_fields=["mask_id", "anchor", "proposal"])
 
 
 def dflash(model: Model, mask_id: int, token_ids: Array | None = None, *, anchor: bool = False) -> BlockDrafter:

@@ -1,7 +1,7 @@
 """EAGLE: a small head over the target's own hidden states drafts one token a step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -40,16 +40,8 @@ class Eagle:
         transition.draft_once(self.model, first=False, token_ids=self.token_ids, wanted=transition.fields.num_draft)
 
 
-def _flatten(drafter: Eagle) -> tuple[tuple[Any, Any], str]:
-    return (drafter.model, drafter.token_ids), drafter.proposal
-
-
-def _unflatten(proposal: Any, children: tuple[Any, Any]) -> Eagle:
-    return Eagle(children[0], children[1], proposal)
-
-
 # Like `Standalone`: with a model of JAX its weights are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(Eagle, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Eagle, data_fields=["model", "token_ids"], meta_fields=["proposal"])
 
 
 def eagle(head: Model, token_ids: Array | None = None) -> Eagle:

@@ -3,10 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import torch
-
+from funcspec.drafters.pairs import check_token_ids
 from funcspec.drafters.standalone import Standalone, standalone
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.models.base import Array
@@ -54,10 +51,7 @@ def early_exit(target: Llama | JaxLlama, num_layers: int, token_ids: Array | Non
 
 
 def _check_ids(target: Llama | JaxLlama, token_ids: Array) -> None:
-    kind, dtype = (jax.Array, jnp.int32) if isinstance(target, JaxLlama) else (torch.Tensor, torch.int32)
-    if not isinstance(token_ids, kind) or token_ids.dtype != dtype or token_ids.ndim != 1:
-        found = getattr(token_ids, "dtype", type(token_ids).__name__)
-        refuse("token_ids", f"a one-dimensional int32 {kind.__name__}", found, "convert it", ArgumentTypeError)
+    check_token_ids(token_ids, target)
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < target.vocab_size:
         found = f"ids from {int(token_ids.min())} to {int(token_ids.max())}"
         refuse("token_ids", f"ids from 0 to {target.vocab_size - 1}", found, "pass ids of the target", ModelError)

@@ -1,7 +1,7 @@
 """Two drafters as one: the second drafts for the rows where the first finds nothing."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -59,16 +59,8 @@ class Fallback:
         self.second.next(transition)
 
 
-def _flatten(drafter: Fallback) -> tuple[tuple[Any, Any], None]:
-    return (drafter.proposer, drafter.second), None
-
-
-def _unflatten(_: None, children: tuple[Any, Any]) -> Fallback:
-    return Fallback(*children)
-
-
 # Like `Standalone`: the weights of the second one are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(Fallback, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Fallback, data_fields=["proposer", "second"], meta_fields=[])
 
 
 def fallback(first: Proposer, second: Drafter) -> Fallback:

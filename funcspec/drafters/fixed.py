@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax
 
 from funcspec.config import SpecConfig
-from funcspec.drafters.proposals import place_proposals
+from funcspec.drafters.proposals import WithoutModel, place_proposals
 from funcspec.drafters.token_table import TokenTable, token_table
 from funcspec.errors import refuse
 from funcspec.kernels.read_ahead import read_ahead_
@@ -18,25 +18,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed:
+class Fixed(WithoutModel):
     """Forced drafts as a drafter; see `fixed`."""
 
     tokens: TokenTable
-
-    @property
-    def proposal(self) -> Literal["point"]:
-        """Drafts are just proposed."""
-        return "point"
-
-    @property
-    def token_ids(self) -> None:
-        """Drafts are the target's own tokens."""
-        return None
-
-    @property
-    def kv_model(self) -> None:
-        """There is no model."""
-        return None
 
     def init(self, config: SpecConfig, target: Model) -> None:
         """Check the ids, and that there is a row for each list.
@@ -71,7 +56,7 @@ class Fixed:
         """Do nothing: all places are filled."""
 
 
-jax.tree_util.register_pytree_node(Fixed, lambda drafter: ((drafter.tokens,), None), lambda _, children: Fixed(*children))
+jax.tree_util.register_dataclass(Fixed, data_fields=["tokens"], meta_fields=[])
 
 
 def fixed(tokens: Sequence[Sequence[int]] | Array) -> Fixed:

@@ -1,7 +1,7 @@
 """Medusa: heads over the target's last hidden state, each of which foresees one token."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import jax
 
@@ -48,16 +48,8 @@ class Medusa:
         """Nothing is left to do."""
 
 
-def _flatten(drafter: Medusa) -> tuple[tuple[Any, Any], str]:
-    return (drafter.heads, drafter.token_ids), drafter.proposal
-
-
-def _unflatten(proposal: Any, children: tuple[Any, Any]) -> Medusa:
-    return Medusa(children[0], children[1], proposal)
-
-
 # Like `Standalone`: with heads of JAX their weights are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(Medusa, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Medusa, data_fields=["heads", "token_ids"], meta_fields=["proposal"])
 
 
 def medusa(heads: Model, token_ids: Array | None = None) -> Medusa:

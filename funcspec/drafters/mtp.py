@@ -48,16 +48,8 @@ class Mtp:
         transition.draft_once(model, first=False, token_ids=self.token_ids, wanted=transition.fields.num_draft)
 
 
-def _flatten(drafter: Mtp) -> tuple[tuple[Any, Any], str]:
-    return (drafter.model, drafter.token_ids), drafter.proposal
-
-
-def _unflatten(proposal: Any, children: tuple[Any, Any]) -> Mtp:
-    return Mtp(children[0], children[1], proposal)
-
-
 # Like `Standalone`: with modules of JAX their weights are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(Mtp, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Mtp, data_fields=["model", "token_ids"], meta_fields=["proposal"])
 
 
 def mtp(modules: Model | Sequence[Model], token_ids: Array | None = None) -> Eagle | Mtp:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 
 from funcspec.config import SpecConfig
-from funcspec.drafters.proposals import place_proposals
+from funcspec.drafters.proposals import WithoutModel, place_proposals
 from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels.ngram_lookup import ngram_lookup_
 from funcspec.models.base import Array, Model
@@ -19,33 +19,13 @@ OCCURRENCES = ("first", "last")
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Ngram:
+class Ngram(WithoutModel):
     """Prompt lookup as a drafter; see `ngram`."""
 
     max_ngram: int = 3
     min_ngram: int = 1
     window: int | None = None
     occurrence: Literal["first", "last"] = "first"
-
-    @property
-    def proposal(self) -> Literal["point"]:
-        """Drafts are just proposed."""
-        return "point"
-
-    @property
-    def token_ids(self) -> None:
-        """Drafts are the target's own tokens."""
-        return None
-
-    @property
-    def one_pass(self) -> Literal[True]:
-        """All places are filled at step 0."""
-        return True
-
-    @property
-    def kv_model(self) -> None:
-        """There is no model."""
-        return None
 
     def init(self, config: SpecConfig, target: Model) -> None:
         """Nothing to check: it fits every target."""

@@ -42,6 +42,19 @@ def check_pair(model: Model, token_ids: Array | None, target: Model) -> None:
         )
 
 
+def check_token_ids(token_ids: object, model: Model) -> None:
+    """Refuse a map of ids that is no one-dimensional int32 array of the model's framework.
+
+    Raises:
+        ArgumentTypeError: says what it is.
+    """
+    of_jax = getattr(model, "framework", "torch") == "jax"
+    kind, int32 = (jax.Array, jnp.int32) if of_jax else (torch.Tensor, torch.int32)
+    if not isinstance(token_ids, kind) or token_ids.dtype != int32 or token_ids.ndim != 1:
+        expected = f"a one-dimensional int32 {'jax.Array' if of_jax else 'tensor'}"
+        refuse("token_ids", expected, getattr(token_ids, "dtype", type(token_ids).__name__), "convert it", ArgumentTypeError)
+
+
 def check_draft(argument: str, model: object, token_ids: Array | None) -> None:
     """Refuse what is no model, or a map of ids that is not of this model.
 
@@ -55,15 +68,11 @@ def check_draft(argument: str, model: object, token_ids: Array | None) -> None:
         refuse(argument, "a Model (vocab_size, max_len, kv_spec, forward)", found, fix, ArgumentTypeError)
     if token_ids is None:
         return
-    of_jax = getattr(model, "framework", "torch") == "jax"
-    kind, int32 = (jax.Array, jnp.int32) if of_jax else (torch.Tensor, torch.int32)
-    if not isinstance(token_ids, kind) or token_ids.dtype != int32 or token_ids.ndim != 1:
-        expected = f"a one-dimensional int32 {'jax.Array' if of_jax else 'tensor'}"
-        refuse("token_ids", expected, getattr(token_ids, "dtype", type(token_ids).__name__), "convert it", ArgumentTypeError)
+    check_token_ids(token_ids, model)
     count, distinct = len(token_ids), len(np.unique(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids)))
     if count != model.vocab_size or distinct != count:
         fix = "give every draft id its own target id"
         refuse("token_ids", f"{model.vocab_size} distinct ids", f"{distinct} distinct of {count}", fix)
 
 
-__all__ = ["check_draft", "check_pair"]
+__all__ = ["check_draft", "check_pair", "check_token_ids"]

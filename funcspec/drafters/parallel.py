@@ -1,7 +1,7 @@
 """Parallel drafting: mask tokens behind the newest one, and one pass that foresees a token at each of them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import jax
 
@@ -46,16 +46,8 @@ class Parallel:
         """Nothing is left to do."""
 
 
-def _flatten(drafter: Parallel) -> tuple[tuple[Any, Any], tuple[int, str]]:
-    return (drafter.model, drafter.token_ids), (drafter.mask_id, drafter.proposal)
-
-
-def _unflatten(static: tuple[int, Any], children: tuple[Any, Any]) -> Parallel:
-    return Parallel(children[0], static[0], children[1], static[1])
-
-
 # Like `Standalone`: with a model of JAX its weights are no constants of a program that takes the drafter as an argument.
-jax.tree_util.register_pytree_node(Parallel, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Parallel, data_fields=["model", "token_ids"], meta_fields=["mask_id", "proposal"])
 
 
 def parallel(model: Model, mask_id: int, token_ids: Array | None = None) -> Parallel:

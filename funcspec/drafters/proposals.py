@@ -1,6 +1,6 @@
 """Drafters that propose: they find whole rows of drafts at once, without a model, and others can be put behind them."""
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from funcspec.drafters.base import Drafter
 from funcspec.kernels.place_drafts import place_drafts_
@@ -24,6 +24,30 @@ class Proposer(Drafter, Protocol):
             proposals [R, K] int32 in target ids, -1 behind them, and [R] int32: how many each row has, 0 where nothing was found.
         """
         ...
+
+
+class WithoutModel:
+    """What drafters that only propose have in common: no model, no KV, the target's own ids, and all places filled at step 0."""
+
+    @property
+    def proposal(self) -> Literal["point"]:
+        """Drafts are just proposed."""
+        return "point"
+
+    @property
+    def token_ids(self) -> None:
+        """Drafts are the target's own tokens."""
+        return None
+
+    @property
+    def kv_model(self) -> None:
+        """There is no model."""
+        return None
+
+    @property
+    def one_pass(self) -> Literal[True]:
+        """`next` has nothing to do."""
+        return True
 
 
 def place_proposals(

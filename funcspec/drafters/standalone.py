@@ -1,7 +1,7 @@
 """Standalone drafting: a smaller language model with its own KV drafts one token a step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -40,16 +40,8 @@ class Standalone:
         transition.draft_once(self.model, first=False, token_ids=self.token_ids, wanted=transition.fields.num_draft)
 
 
-def _flatten(drafter: Standalone) -> tuple[tuple[Any, Any], str]:
-    return (drafter.model, drafter.token_ids), drafter.proposal
-
-
-def _unflatten(proposal: Any, children: tuple[Any, Any]) -> Standalone:
-    return Standalone(children[0], children[1], proposal)
-
-
 # With a model of JAX that is a pytree, the drafter is an argument of a program, and its weights are no constants of it.
-jax.tree_util.register_pytree_node(Standalone, _flatten, _unflatten)
+jax.tree_util.register_dataclass(Standalone, data_fields=["model", "token_ids"], meta_fields=["proposal"])
 
 
 def standalone(model: Model, token_ids: Array | None = None) -> Standalone:

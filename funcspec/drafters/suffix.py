@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import jax
 import torch
 
 from funcspec.config import SpecConfig
-from funcspec.drafters.proposals import place_proposals
+from funcspec.drafters.proposals import WithoutModel, place_proposals
 from funcspec.drafters.token_table import TokenTable, token_table
 from funcspec.errors import ArgumentTypeError, refuse
 from funcspec.kernels.suffix_lookup import WALK, suffix_lookup_
@@ -26,7 +26,7 @@ LARGEST_DENOMINATOR = 10**6
 
 
 @dataclass(frozen=True, eq=False)
-class Suffix:
+class Suffix(WithoutModel):
     """Suffix decoding as a drafter; see `suffix`.
 
     Attributes:
@@ -41,21 +41,6 @@ class Suffix:
     min_probability: float = 0.1
     shared: bool = False
     max_outputs: int = 10_000
-
-    @property
-    def proposal(self) -> Literal["point"]:
-        """Drafts are just proposed."""
-        return "point"
-
-    @property
-    def token_ids(self) -> None:
-        """Drafts are the target's own tokens."""
-        return None
-
-    @property
-    def kv_model(self) -> None:
-        """There is no model."""
-        return None
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -126,13 +111,10 @@ def _budgets(max_depth: int, factor: float, offset: float) -> tuple[int, ...]:
     return tuple(max(0, min(math.floor(size * slope + start), max_depth - size)) for size in range(1, max_depth))
 
 
-def _flatten(drafter: Suffix) -> tuple[tuple[Any], tuple[Any, ...]]:
-    settings = (drafter.max_depth, drafter.factor, drafter.offset, drafter.min_probability, drafter.shared, drafter.max_outputs)
-    return (drafter.corpus,), settings
-
-
 # Past outputs are a leaf: a program that takes the drafter as an argument is compiled once for all tables of one size.
-jax.tree_util.register_pytree_node(Suffix, _flatten, lambda settings, children: Suffix(children[0], *settings))
+jax.tree_util.register_dataclass(
+    Suffix, data_fields=["corpus"], meta_fields=["max_depth", "factor", "offset", "min_probability", "shared", "max_outputs"]
+)
 
 
 def suffix(

@@ -23,11 +23,13 @@ def append_drafts_kernel(
     num_draft_ptr,  # [R] int32, written
     num_drafted_ptr,  # [R] int32, written
     draft_len_ptr,  # [R] int32, written
+    seq_lens_ptr,  # [R] int32, or anything
     out_tokens_ptr,  # [R, K] int32, written
     tokens_stride,
     draft_limit,
     lag,
     FIRST: tl.constexpr,
+    HAS_LENS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     MAX_DRAFT: tl.constexpr,
     LANES: tl.constexpr,
@@ -40,6 +42,8 @@ def append_drafts_kernel(
         room = tl.minimum(tl.load(row_limit_ptr + row) - n - 1, draft_limit - n + 1)
         planned = tl.maximum(tl.minimum(tl.minimum(tl.load(wanted_ptr + row), room), MAX_DRAFT), 0)
         planned = tl.where(live, planned, 0)
+        if HAS_LENS:
+            planned = tl.where(tl.load(seq_lens_ptr + row) > 0, planned, 0)
         made = 0
         tl.store(num_draft_ptr + row, planned)
         tl.store(draft_len_ptr + row, tl.minimum(n, draft_limit) - lag, mask=live)
@@ -90,6 +94,7 @@ def _launch_append_drafts(
     draft_limit: int,
     lag: int = 0,
     num_chosen: int = 1,
+    seq_lens: torch.Tensor | None = None,
     out_tokens: torch.Tensor,
 ) -> None:
     _check(chosen, num_chosen, tokens, out_tokens, (wanted, num_tokens, row_limit, is_live, num_draft, num_drafted, draft_len))
@@ -103,11 +108,13 @@ def _launch_append_drafts(
         num_draft,
         num_drafted,
         draft_len,
+        num_tokens if seq_lens is None else seq_lens,
         out_tokens,
         tokens.stride(0),
         draft_limit,
         lag,
         FIRST=first,
+        HAS_LENS=seq_lens is not None,
         NUM_CHOSEN=num_chosen,
         MAX_DRAFT=out_tokens.shape[1],
         LANES=next_power_of_2(out_tokens.shape[1]),
@@ -130,6 +137,7 @@ def append_drafts_reference_(
     draft_limit: int,
     lag: int = 0,
     num_chosen: int = 1,
+    seq_lens: torch.Tensor | None = None,
     out_tokens: torch.Tensor,
 ) -> None:
     """Specify `append_drafts_` in plain torch."""
@@ -138,7 +146,8 @@ def append_drafts_reference_(
     if first:
         live = is_live != 0
         room = torch.minimum(row_limit - 1, torch.full_like(row_limit, draft_limit + 1)).sub_(num_tokens)
-        num_draft.copy_(torch.minimum(wanted, room).clamp_(0, out_tokens.shape[1]).mul_(live))
+        feeds = live if seq_lens is None else live & (seq_lens > 0)
+        num_draft.copy_(torch.minimum(wanted, room).clamp_(0, out_tokens.shape[1]).mul_(feeds))
         draft_len.copy_(torch.where(live, num_tokens.clamp(max=draft_limit) - lag, draft_len))
         num_drafted.zero_()
     goes_on = torch.ones(rows, 1, dtype=torch.bool, device=tokens.device)
@@ -167,6 +176,7 @@ def append_drafts_host_(
     draft_limit: int,
     lag: int = 0,
     num_chosen: int = 1,
+    seq_lens: np.ndarray | None = None,
     out_tokens: np.ndarray,
 ) -> None:
     """Do what `append_drafts_` does on NumPy views, one row after another."""
@@ -178,7 +188,7 @@ def append_drafts_host_(
         n = counts[row]
         if first:
             room = min(asked[row], limits[row] - n - 1, draft_limit - n + 1, width)
-            planned, made = max(room, 0) if live[row] else 0, 0
+            planned, made = max(room, 0) if live[row] and (seq_lens is None or seq_lens[row] > 0) else 0, 0
             num_draft[row] = planned
             if live[row]:
                 draft_len[row] = min(n, draft_limit) - lag
@@ -218,6 +228,7 @@ Args:
     lag: committed tokens at the end of a row that have no position in the drafter's cache; 1 for drafts that read hidden states, which
         the newest token has none of.
     num_chosen: C.
+    seq_lens: [R] int32, keys that each row's pass saw; with `first`, rows of 0 fed nothing and plan no draft. None if all may.
     out_tokens: [R, K] int32, written: this round's drafts so far, -1 in other places.
 
 Raises:

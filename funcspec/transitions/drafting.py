@@ -1,6 +1,7 @@
 """Drafting on an open step: one pass of a draft model, and what is kept of the drafts."""
 
 from dataclasses import replace
+from typing import Any
 
 from funcspec.errors import StepOrderError
 from funcspec.kernels.append_drafts import append_drafts_
@@ -52,9 +53,9 @@ class Drafting(Framework):
         if spec is not None and spec.feedback:
             features = self.features(write=True)
             self.run(keep_features_, hidden=hidden[0], is_live=self.fields.is_live, features=features, first_column=0)
-        if first and spec is not None:  # a row that was cut back has no features to feed, so later steps must not go on from it
-            wanted = wanted * (batch.seq_lens > 0)
-        self._append(chosen, first=first, wanted=wanted, draft_limit=limit + offset, lag=lag, num_chosen=count)
+        # A row that was cut back has no features to feed, and later steps must not go on from it.
+        seq_lens = None if spec is None else batch.seq_lens
+        self._append(chosen, first=first, wanted=wanted, draft_limit=limit + offset, lag=lag, num_chosen=count, seq_lens=seq_lens)
         self.advance("draft")
 
     def _fed_features(self, spec: FeatureSpec, *, first: bool) -> Array:
@@ -105,7 +106,7 @@ class Drafting(Framework):
             **self.scratch("draft", summing_shapes, *logits.shape),
         )
 
-    def _append(self, chosen: Array, *, first: bool, wanted: Array, draft_limit: int, lag: int = 0, num_chosen: int = 1) -> None:
+    def _append(self, chosen: Array, *, first: bool, wanted: Array, draft_limit: int, **planning: Any) -> None:
         fields, config = self.fields, self.config
         out = self.run(
             append_drafts_,
@@ -120,8 +121,7 @@ class Drafting(Framework):
             num_drafted=fields.num_drafted,
             draft_len=fields.draft_len,
             draft_limit=draft_limit,
-            lag=lag,
-            num_chosen=num_chosen,
+            **planning,
             **self.records(out_tokens=(config.max_num_reqs, config.num_speculative_tokens)),
         )
         self._drafts = out["out_tokens"]

@@ -109,7 +109,7 @@ class TorchTransition(Transition):
         self._inherit(names)
         missing = [name for name in names if name not in own]
         if missing:
-            own.update({name: array for name, array in new_carried(self.config, self._lease.models).items() if name in missing})
+            own.update(new_carried(self.config, self._lease.models, missing))
         return {name: own[name] for name in names}
 
     def _inherit(self, names: Iterable[str]) -> None:
