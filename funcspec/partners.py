@@ -142,6 +142,12 @@ def check_features(draft_model: Model, target: Model) -> None:
             f"drafter: expected a draft for hidden states 0 to {layers}, got one for {spec.layers}. "
             "Fix: use the draft that was trained for this target."
         )
+    held, wanted = target.kv_spec, set(getattr(draft_model, "cache_entries", ()))
+    if spec.cache_layers and (max(spec.cache_layers) >= held.num_layers or not wanted <= set(held.entries)):
+        raise ModelError(
+            f"drafter: expected a draft that reads a cache of {held.num_layers} layers with {held.entries}, got one for the layers "
+            f"{spec.cache_layers} with {tuple(wanted)}. Fix: use the draft that was trained for this target, with the target's dtype."
+        )
 
 
 def check_framework(config: SpecConfig, target: Model, draft_model: Model | None) -> None:

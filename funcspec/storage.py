@@ -142,7 +142,9 @@ def _describe(cache: Cache) -> dict[str, Any]:
     entries = [[entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch.")] for entry in partner.kv_spec.entries]
     model = {"vocab_size": partner.vocab_size, "max_len": partner.max_len, "num_layers": partner.kv_spec.num_layers, "entries": entries}
     if partner.features is not None:
-        model["features"] = asdict(partner.features) | {"layers": list(partner.features.layers)}
+        model["features"] = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(partner.features).items() if value != ()
+        }
     return {"model": model, "lengths": list(cache.lengths), "num_blocks": list(cache.num_blocks), "kv": cache.rows is not None}
 
 

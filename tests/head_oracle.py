@@ -9,7 +9,8 @@ import torch
 from test_llama import CONFIG, dense
 
 from funcspec.models.heads import EagleConfig, EagleHead, random_head
-from funcspec.models.llama import Llama, random_llama
+from funcspec.models.llama import Llama, LlamaConfig, random_llama
+from funcspec.models.query_heads import QueryConfig, QueryHead, random_query_head
 
 SMALL = replace(CONFIG, num_layers=3, max_len=64)
 SHAPE: dict[str, Any] = {**vars(SMALL), "num_layers": 1}
@@ -21,6 +22,14 @@ CONFIGS = {
     "eagle3": EagleConfig(**SHAPE, target_layers=(1, 2, 3), style="eagle3"),
     "two layers": EagleConfig(**(SHAPE | {"num_layers": 2}), target_layers=(0, 2), style="eagle3"),
 }
+QUERIES = {
+    "query-only": QueryConfig(**SHAPE, target_layers=(3,), style="mtp", cache_layers=(1,)),
+    "query-only, two layers": QueryConfig(**(SHAPE | {"num_layers": 2}), target_layers=(3,), embed_norm=True, cache_layers=(2, 0)),
+}
+"""Heads that read the target's cache."""
+
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+"""By layer, rotated keys and values [n, kv_heads * head_dim]."""
 
 
 def chain(head: EagleHead, tokens: Sequence[int], features: torch.Tensor, drafts: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,13 +50,23 @@ def chain(head: EagleHead, tokens: Sequence[int], features: torch.Tensor, drafts
     return torch.stack(logits), torch.stack(states)
 
 
-def said(head: EagleHead, fed: Sequence[int], vectors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and states at some places, each with the token ahead and a feature or a state."""
+def query_chain(head: QueryHead, target: Llama, tokens: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
+    """What a query-only head says after `tokens` and each of `drafts`: logits [1 + drafts, outputs], all from one position."""
+    cache, vector, logits = target_cache(target, tokens[:-1]), target_features(target, head, tokens)[-2].double(), []
+    for token in (tokens[-1], *drafts):
+        answers, handed = said(head, [token], [vector], cache)
+        vector = handed[0]
+        logits.append(answers[0])
+    return torch.stack(logits)
+
+
+def said(head: EagleHead, fed: Sequence[int], vectors: Sequence[torch.Tensor], cache: Cache = []) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: B006
+    """Logits and states at some places, each with the token ahead and a feature or a state; or at the end of a cache."""
     config = head.config
     weights = {name: weight.double() for name, weight in head.weights.items()}
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[name]
+        return _norm(x, weights[name], config.norm_eps)
 
     embedded = weights["embed"][torch.tensor(fed)]
     if config.style == "eagle3":
@@ -60,30 +79,62 @@ def said(head: EagleHead, fed: Sequence[int], vectors: Sequence[torch.Tensor]) -
         x = torch.cat([embedded, states], 1) @ weights["fc"].T + (weights["fc_bias"] if config.fc_bias else 0)
         read = norm(x, "0.attention_norm") if config.outer_norms else x
     for layer in range(config.num_layers):
-        x = x + attention(config, weights, layer, read if layer == 0 else norm(x, f"{layer}.attention_norm"))
+        read = read if layer == 0 else norm(x, f"{layer}.attention_norm")
+        if isinstance(config, QueryConfig):
+            keys, values = cache[config.cache_layers[layer]]
+            query = read @ weights[f"{layer}.query"].T
+            mixed = attention(config, rotated(config, query, config.num_heads, len(keys) - 1), keys, values)
+        else:
+            mixed = attention(config, *queries_keys_values(config, read, weights[f"{layer}.qkv"]))
+        x = x + mixed @ weights[f"{layer}.attention_output"].T
         gate, up = (norm(x, f"{layer}.mlp_norm") @ weights[f"{layer}.gate_up"].T).chunk(2, 1)
         x = x + (gate * gate.sigmoid() * up) @ weights[f"{layer}.down"].T
     last = norm(x, "norm") if config.outer_norms else x
     return last @ weights.get("head", weights["embed"]).T, last if config.feedback == "normalised" else x
 
 
-def attention(config: EagleConfig, weights: dict[str, torch.Tensor], layer: int, read: torch.Tensor) -> torch.Tensor:
-    """Self-attention of one layer, head by head."""
-    n, dim, group = len(read), config.head_dim, config.num_heads // config.num_kv_heads
-    angles = torch.arange(n)[:, None] * config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    turn = torch.polar(torch.ones_like(angles), angles)
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        turned = torch.complex(x[:, : dim // 2], x[:, dim // 2 :]) * turn
-        return torch.cat([turned.real, turned.imag], 1)
 
-    q, k, v = (read @ weights[f"{layer}.qkv"].T).split([config.num_heads * dim, *2 * [config.num_kv_heads * dim]], 1)
+def rotated(config: LlamaConfig, x: torch.Tensor, heads: int, first: int = 0) -> torch.Tensor:
+    """Heads [n, heads * head_dim] turned by positions from `first` on."""
+    dim = config.head_dim
+    positions = torch.arange(first, first + len(x))[:, None]
+    angles = positions * config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    parts = x.unflatten(1, (heads, dim))
+    turned = torch.complex(parts[:, :, : dim // 2], parts[:, :, dim // 2 :]) * turn
+    return torch.cat([turned.real, turned.imag], 2).flatten(1)
+
+
+def queries_keys_values(config: LlamaConfig, read: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of all places of a sequence, queries and keys rotated."""
+    dim, heads, shared = config.head_dim, config.num_heads, config.num_kv_heads
+    q, k, v = (read @ qkv.T).split([heads * dim, shared * dim, shared * dim], 1)
+    return rotated(config, q, heads), rotated(config, k, shared), v
+
+
+def attention(config: LlamaConfig, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last places, head by head."""
+    dim, group, count, n = config.head_dim, config.num_heads // config.num_kv_heads, len(query), len(keys)
+    hidden = torch.ones(count, n).triu(n - count + 1).bool()
     heads = []
     for number in range(config.num_heads):
         own, shared = slice(number * dim, (number + 1) * dim), slice(number // group * dim, (number // group + 1) * dim)
-        scores = rotate(q[:, own]) @ rotate(k[:, shared]).T / dim**0.5
-        heads.append(scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf")).softmax(-1) @ v[:, shared])
-    return torch.cat(heads, 1) @ weights[f"{layer}.attention_output"].T
+        scores = query[:, own] @ keys[:, shared].T / dim**0.5
+        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values[:, shared])
+    return torch.cat(heads, 1)
+
+
+def target_cache(target: Llama, tokens: Sequence[int]) -> Cache:
+    """Keys and values of all layers of the target."""
+    _, hidden = dense(target, list(tokens))
+    config, weights, found = target.config, target.weights, []
+    for layer in range(config.num_layers):
+        read = _norm(hidden[layer], weights[f"{layer}.attention_norm"].double(), config.norm_eps)
+        found.append(queries_keys_values(config, read, weights[f"{layer}.qkv"].double())[1:])
+    return found
 
 
 def target_says(target: Llama, tokens: Sequence[int]) -> torch.Tensor:
@@ -112,7 +163,10 @@ class Pair:
 
     def drafted(self, tokens: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
         """Logits over all target ids after committed tokens and drafts, float32; -inf for ids that the head does not know."""
-        logits, _ = chain(self.head, tokens, target_features(self.target, self.head, tokens)[:-1], drafts)
+        if isinstance(self.head, QueryHead):
+            logits = query_chain(self.head, self.target, tokens, drafts)
+        else:
+            logits, _ = chain(self.head, tokens, target_features(self.target, self.head, tokens)[:-1], drafts)
         whole = torch.full((self.target.vocab_size,), float("-inf"))
         ids = torch.arange(len(whole)) if self.token_ids is None else self.token_ids.long()
         whole[ids] = logits[-1].float()
@@ -128,7 +182,7 @@ class Pair:
 
 def agreeing_pair(name: str, *, reduced: bool = False, seed: int = 0) -> Pair:
     """Both models mostly map the newest token to the next one by a table, and do not always, as their layers are weak but not idle."""
-    config = CONFIGS[name]
+    config = (CONFIGS | QUERIES)[name]
     size, dim = config.hidden_size, config.head_dim
 
     def weakened(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
@@ -137,7 +191,8 @@ def agreeing_pair(name: str, *, reduced: bool = False, seed: int = 0) -> Pair:
     target = random_llama(SMALL, seed=seed)
     embed = target.weights["embed"]
     table = embed[torch.randperm(len(embed), generator=torch.Generator().manual_seed(seed))]
-    weights = weakened(random_head(config, seed=seed + 1).weights, 0.3) | {"embed": embed, "head": table}
+    head = random_query_head(config, seed + 1) if isinstance(config, QueryConfig) else random_head(config, seed=seed + 1)
+    weights = weakened(head.weights, 0.3) | {"embed": embed, "head": table}
     if config.style == "eagle3":  # attention sees the place itself, and hands on most of the token ahead
         part = torch.cat([torch.eye(2 * dim, size), torch.zeros(2 * dim, size)], 1)
         seen = [part[:dim]] * (config.num_heads // 2) + [part[dim:]] * (config.num_heads // 2)
@@ -150,4 +205,4 @@ def agreeing_pair(name: str, *, reduced: bool = False, seed: int = 0) -> Pair:
     ids = torch.randperm(len(embed), generator=torch.Generator().manual_seed(seed + 2))[:54].int() if reduced else None
     if ids is not None:
         weights["head"] = table[ids.long()]
-    return Pair(Llama(SMALL, weakened(target.weights, 0.55) | {"head": table}), EagleHead(config, weights, ids), ids)
+    return Pair(Llama(SMALL, weakened(target.weights, 0.55) | {"head": table}), type(head)(config, weights, ids), ids)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from head_oracle import CONFIGS, Pair, agreeing_pair, target_says
+from head_oracle import CONFIGS, QUERIES, Pair, agreeing_pair, target_says
 from oracle import config, output
 from ratio_oracle import written_round
 
@@ -14,6 +14,7 @@ import funcspec as fs
 from funcspec.drafters import eagle
 from funcspec.models.jax_heads import JaxEagleHead
 from funcspec.models.jax_llama import JaxLlama
+from funcspec.models.query_heads import JaxQueryHead
 
 PROMPTS = [[5, 6, 7], [1, 2], [40, 2, 9, 9, 33], [17]]
 LENGTH = 32
@@ -31,7 +32,7 @@ def donate(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=CONFIGS | QUERIES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -176,13 +177,13 @@ def test_a_fork_does_not_show_in_its_sibling(name: str) -> None:
 
 @pytest.mark.jax_on_cpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["normalised embedding", "eagle3"], indirect=True)
+@pytest.mark.parametrize("name", ["normalised embedding", "eagle3", "query-only"], indirect=True)
 def test_jax_states_draft_like_those_of_torch(name: str) -> None:
     """Eagerly, in jit and in a scan, with the head as an argument: the same tokens, and what is carried to rounding."""
     pair = agreeing_pair(name, reduced=True)
     settings = {"seeds": [1, 2, 3, 4], "temperature": [0.0, 0.7, 1.0, 1.4]}
     state, drafter = started(pair, rule=fs.rules.coupled, **settings)
-    head = JaxEagleHead.from_torch(pair.head)
+    head = (JaxQueryHead if name in QUERIES else JaxEagleHead).from_torch(pair.head)
     twin = Pair(JaxLlama.from_torch(pair.target), head, head.output_token_ids)  # type: ignore[arg-type]
     start, other = started(twin, rule=fs.rules.coupled, **settings)
     np.testing.assert_allclose(start.lease.carried()["features"], state.lease.carried()["features"], atol=1e-5)

@@ -37,7 +37,7 @@ GROUPS: list[list[str]] = [
     ["graphs"],
     ["generation"],
     ["checks"],
-    ["metrics", "jobs", "traces", "cli"],
+    ["metrics", "jobs", "traces", "loading", "cli"],
     ["", "__main__"],  # funcspec/__init__.py gathers the public names; nothing imports them from there
 ]
 
@@ -68,12 +68,14 @@ WITHIN: dict[str, set[str]] = {
     "transitions.*": {"transitions.base", "transitions.framework", "transitions.shapes"},
     "transitions": {"transitions.*"},
     "models.functions": {"models.toy"},
-    "models.llama": {"models.gguf", "models.products"},
+    "models.attention": set(),
+    "models.llama": {"models.attention", "models.gguf", "models.products"},
     "models.jax_llama": {"models.llama"},
     "models.heads": {"models.llama"},
     "models.jax_heads": {"models.heads", "models.jax_llama"},
     "models.parallel_heads": {"models.llama", "models.heads", "models.jax_heads"},
-    "models.dflash": {"models.llama", "models.products"},
+    "models.query_heads": {"models.attention", "models.llama", "models.heads", "models.jax_heads", "models.jax_llama"},
+    "models.dflash": {"models.attention", "models.llama", "models.products"},
     "models.jax_dflash": {"models.jax_llama", "models.dflash"},
     "models.smollm2": {"models.llama", "models.jax_llama", "models.heads", "models.jax_heads", "models.gguf"},
     "models.huggingface": {"models.transformers_attention"},
@@ -95,7 +97,7 @@ WITHIN: dict[str, set[str]] = {
     "drafters.fixed": {"drafters.base", "drafters.proposals", "drafters.token_table"},
     "drafters.*": {"drafters.base"},
     "drafters": {"drafters.*"},
-    "cli": {"metrics", "jobs", "traces"},
+    "cli": {"metrics", "jobs", "traces", "loading"},
 }
 
 # Against the order, and so only inside functions: a state is pickled and copied by way of a snapshot.

@@ -13,6 +13,9 @@ Positions, lengths and slots are computed afresh from the committed length each 
 Two things make windows for other kinds of drafts. With a `shift` of 1 the token of the next place is fed at each position, as drafts do
 that read the target's hidden state of the position besides. And `num_masks` places with a mask token may follow the window's last
 token, for drafts that guess several tokens in one pass.
+
+`query_only` makes windows for drafts that attend to the target's cache and write none of their own: they have no slots, and the newest
+draft is fed at the position where the newest committed token was.
 """
 
 from itertools import takewhile
@@ -62,6 +65,7 @@ def window_inputs_kernel(
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     SHIFT: tl.constexpr,
+    QUERY_ONLY: tl.constexpr,
     NUM_MASKS: tl.constexpr,
     HAS_MASKS: tl.constexpr,
     NUM_CHOICES: tl.constexpr,
@@ -74,12 +78,15 @@ def window_inputs_kernel(
     n = tl.load(num_tokens_ptr + row)
     drafted = tl.load(num_drafted_ptr + row)
     num_draft = tl.load(num_draft_ptr + row)
+    ahead = drafted * 0 + SHIFT  # from a position to the token that is fed there
     if KIND == 0:
         start = tl.load(fed_len_ptr + row)
         stop = n - SHIFT
     elif KIND == 1:
-        start = n + drafted - 1 - SHIFT
-        stop = tl.where(drafted < num_draft, n + drafted - SHIFT, 0)
+        if QUERY_ONLY:
+            ahead += drafted
+        start = n + drafted - 1 - ahead
+        stop = tl.where(drafted < num_draft, start + 1, 0)
     else:
         start = n - 1
         stop = n + tl.minimum(num_draft, drafted)
@@ -87,7 +94,7 @@ def window_inputs_kernel(
     lane = tl.arange(0, LANES)
     position = start + lane
     live = (lane < WIDTH - NUM_MASKS) & (position >= 0) & (position < stop)
-    token = tl.load(tokens_ptr + wide_row * tokens_stride + position + SHIFT, mask=live, other=-1)
+    token = tl.load(tokens_ptr + wide_row * tokens_stride + position + ahead, mask=live, other=-1)
     # The first place that is not live ends the window: a placeholder hides what lies behind it.
     last = tl.min(tl.where(live & (token >= 0), LANES, lane), axis=0) - 1
     count = last + 1
@@ -108,7 +115,8 @@ def window_inputs_kernel(
     at = wide_row * WIDTH + lane
     tl.store(out_input_ids_ptr + at, tl.where(live, token, 0), mask=lane < WIDTH)
     tl.store(out_positions_ptr + at, position, mask=lane < WIDTH)
-    tl.store(out_slot_mapping_ptr + at, tl.where(live & (block >= 0), slot, -1).to(tl.int32), mask=lane < WIDTH)
+    has_slot = (lane < 0) if QUERY_ONLY else live & (block >= 0)
+    tl.store(out_slot_mapping_ptr + at, tl.where(has_slot, slot, -1).to(tl.int32), mask=lane < WIDTH)
     tl.store(out_token_rows_ptr + at, tl.where(live, row, -1), mask=lane < WIDTH)
     tl.store(out_seq_lens_ptr + row, tl.where(count > 0, start + count, 0))
     for choice in tl.static_range(NUM_CHOICES):
@@ -162,6 +170,12 @@ def _check_masks(masks: Array | None, rows: int, num_masks: int) -> None:
             refuse("masks", f"at least {num_masks} columns", masks.shape[1], "pass a token for every mask, -1 for none")
 
 
+def _check_query_only(query_only: bool, kind: int, num_masks: int) -> None:
+    if query_only and (kind == VERIFY or num_masks):
+        found = "VERIFY" if kind == VERIFY else f"{num_masks} masks"
+        refuse("query_only", "False for VERIFY and for windows with masks", found, "these places need slots")
+
+
 def _launch_window_inputs(
     *,
     kind: int,
@@ -176,6 +190,7 @@ def _launch_window_inputs(
     width: int,
     limit: int,
     shift: int = 0,
+    query_only: bool = False,
     num_masks: int = 0,
     mask_id: int = 0,
     masks: torch.Tensor | None = None,
@@ -191,6 +206,7 @@ def _launch_window_inputs(
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
     _check_masks(masks, tokens.shape[0], num_masks)
+    _check_query_only(query_only, kind, num_masks)
     _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, torch.int32)
     window_inputs_kernel[(tokens.shape[0],)](
         tokens,
@@ -211,6 +227,7 @@ def _launch_window_inputs(
         KIND=kind,
         WIDTH=width,
         SHIFT=shift,
+        QUERY_ONLY=query_only,
         NUM_MASKS=num_masks,
         HAS_MASKS=masks is not None,
         NUM_CHOICES=num_choices,
@@ -235,6 +252,7 @@ def window_inputs_reference_(
     width: int,
     limit: int,
     shift: int = 0,
+    query_only: bool = False,
     num_masks: int = 0,
     mask_id: int = 0,
     masks: torch.Tensor | None = None,
@@ -251,20 +269,23 @@ def window_inputs_reference_(
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
     _check_masks(masks, tokens.shape[0], num_masks)
+    _check_query_only(query_only, kind, num_masks)
     _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, torch.int32)
     rows, length = tokens.shape
     places = rows * width
+    ahead = num_drafted + shift if query_only and kind == DRAFTED else torch.full_like(num_drafted, shift)
     if kind == FEED:
         start, stop = fed_len, num_tokens - shift
     elif kind == DRAFTED:
-        start, stop = num_tokens + num_drafted - 1 - shift, (num_tokens + num_drafted - shift) * (num_drafted < num_draft)
+        start = num_tokens + num_drafted - 1 - ahead
+        stop = (start + 1) * (num_drafted < num_draft)
     else:
         start, stop = num_tokens - 1, num_tokens + torch.minimum(num_draft, num_drafted)
     stop = (stop * (is_live != 0)).clamp_(max=limit)
     lane = torch.arange(width, device=tokens.device)
     position = start[:, None] + lane
     live = (lane < width - num_masks) & (position >= 0) & (position < stop[:, None])
-    token = tokens.gather(1, (position + shift).clamp(0, length - 1))
+    token = tokens.gather(1, (position + ahead[:, None]).clamp(0, length - 1))
     # The first place that is not live ends the window: a placeholder hides what lies behind it.
     last = torch.where(live & (token >= 0), width, lane).amin(1) - 1
     count = torch.where(last >= 0, torch.minimum(last + 1 + num_masks, limit - start), 0) if num_masks else last + 1
@@ -279,7 +300,8 @@ def window_inputs_reference_(
     position *= live
     column = position // block_size
     block = block_tables.gather(1, column.clamp(max=block_tables.shape[1] - 1))
-    slot = torch.where(live & (block >= 0) & (column < block_tables.shape[1]), block * block_size + position % block_size, PAD_SLOT)
+    has_slot = live & (block >= 0) & (column < block_tables.shape[1]) & (not query_only)
+    slot = torch.where(has_slot, block * block_size + position % block_size, PAD_SLOT)
     row = torch.arange(rows, device=tokens.device)
     out_input_ids[:places] = (token * live).view(-1)
     out_positions[:places] = position.view(-1)
@@ -304,6 +326,7 @@ def window_inputs_host_(
     width: int,
     limit: int,
     shift: int = 0,
+    query_only: bool = False,
     num_masks: int = 0,
     mask_id: int = 0,
     masks: np.ndarray | None = None,
@@ -320,6 +343,7 @@ def window_inputs_host_(
     outputs = (out_input_ids, out_positions, out_slot_mapping, out_token_rows, out_seq_lens, out_last_token_indices)
     shape = (shift, num_masks, num_choices, choice_offset)
     _check_masks(masks, tokens.shape[0], num_masks)
+    _check_query_only(query_only, kind, num_masks)
     _check(kind, tokens, (num_tokens, fed_len, num_draft, num_drafted, is_live), block_tables, width, shape, outputs, HOST_INT32)
     rows, places = tokens.shape[0], tokens.shape[0] * width
     for out, fill in ((out_input_ids, 0), (out_positions, 0), (out_slot_mapping, PAD_SLOT), (out_token_rows, NO_ROW)):
@@ -329,14 +353,16 @@ def window_inputs_host_(
     owned = block_tables.shape[1]
     for row in range(rows):
         n, first = counts[row], row * width
+        ahead = shift + (made[row] if query_only and kind == DRAFTED else 0)
         if kind == FEED:
             start, stop = fed[row], n - shift
         elif kind == DRAFTED:
-            start, stop = n + made[row] - 1 - shift, n + made[row] - shift if made[row] < planned[row] else 0
+            start = n + made[row] - 1 - ahead
+            stop = start + 1 if made[row] < planned[row] else 0
         else:
             start, stop = n - 1, n + min(planned[row], made[row])
         stop = min(stop, limit, start + width - num_masks) if live[row] and start >= 0 else 0
-        seen = tokens[row, start + shift : stop + shift].tolist() if stop > start >= 0 else []
+        seen = tokens[row, start + ahead : stop + ahead].tolist() if stop > start >= 0 else []
         window = list(takewhile(lambda token: token >= 0, seen))
         last = max(len(window) - 1, 0)
         if window and num_masks:
@@ -348,7 +374,7 @@ def window_inputs_host_(
             block = int(block_tables[row, column]) if column < owned else -1
             out_input_ids[at] = token
             out_positions[at] = position
-            out_slot_mapping[at] = block * block_size + position % block_size if block >= 0 else PAD_SLOT
+            out_slot_mapping[at] = block * block_size + position % block_size if block >= 0 and not query_only else PAD_SLOT
             out_token_rows[at] = row
             count += 1
         out_seq_lens[row] = start + count if count else 0
@@ -378,6 +404,8 @@ Args:
     block_size, width: tokens in a block; W.
     limit: positions the model can take; places at or past it are left out (they write nothing and do not lengthen the keys).
     shift: 1 to feed at each position the token of the next one; the window then ends a position earlier.
+    query_only: whether the rows' cache is only read: no place has a slot, and `DRAFTED` feeds the newest draft at the position of the
+        newest committed token (one earlier with a shift of 1), with the keys up to there.
     num_masks, mask_id: places behind the window's last token, and the token they hold; none in an empty window. They are among the
         `width` places.
     masks: [R, at least num_masks] int32, what these places hold instead, -1 where a row has no more; or None.

@@ -52,12 +52,16 @@ class FeatureSpec:
             at the places of its logits. 0 for a draft of one pass.
         ahead: how many places ahead of a position's features the token lies that is fed with them: 1 for EAGLE and multi-token
             prediction, 0 for drafts that only attend to features.
+        cache_layers: layers of the target's cache that the draft attends to instead of keeping one of its own. Such a draft is given the
+            target's cache and block tables, writes nothing there, and stays at the position of the newest committed token's predecessor
+            in all passes of a round. It may say in an attribute `cache_entries` which `KVEntry` it reads.
     """
 
     layers: tuple[int, ...]
     size: int
     feedback: int = 0
     ahead: int = 1
+    cache_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers or not all(isinstance(layer, int) and layer >= 0 for layer in self.layers):
@@ -69,6 +73,8 @@ class FeatureSpec:
             refuse("feedback", f"from 0 to {self.size}", self.feedback, "hand back no more than the features' width", ModelError)
         if self.ahead not in (0, 1):
             refuse("ahead", "0 or 1", self.ahead, "feed the token of the position itself, or that of the next one", ModelError)
+        if not all(isinstance(layer, int) and layer >= 0 for layer in self.cache_layers):
+            refuse("cache_layers", "layer numbers of the target", self.cache_layers, "name layers of its cache", ModelError)
 
 
 @dataclass(frozen=True)

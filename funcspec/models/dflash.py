@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.kernels.kv_cache import write_kv_
-from funcspec.kernels.paged_attention import paged_attention_
+from funcspec.models.attention import Rotary, attend, rotate
 from funcspec.models.base import KV, Array, FeatureSpec, ForwardBatch
 from funcspec.models.llama import LlamaConfig, LlamaLayers, random_weights
 from funcspec.models.products import Product, product
@@ -203,16 +203,14 @@ class DFlash(LlamaLayers):
                 slot_mapping=slots,
             )
 
-    def _turn(self, x: torch.Tensor, name: str, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _turn(self, x: torch.Tensor, name: str, rotary: Rotary) -> torch.Tensor:
         """Normalise the heads of x [T, heads, head_dim], if there is a norm of this name, and rotate them."""
         config, weight = self.config, self.weights.get(name)
         if weight is not None:
             x = F.rms_norm(x, (config.head_dim,), weight, config.norm_eps)
-        return (x * rotary[0] + x.roll(config.head_dim // 2, 2) * rotary[1]).to(self.dtype)
+        return rotate(x, rotary)
 
-    def _attend(
-        self, layer: int, read: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: tuple[torch.Tensor, torch.Tensor], mixed: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, layer: int, read: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: Rotary, mixed: torch.Tensor) -> torch.Tensor:
         """Attention of one layer over the block: every query sees all keys of its row, those of later places too."""
         config, count = self.config, batch.input_ids.shape[0]
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -225,19 +223,9 @@ class DFlash(LlamaLayers):
             value=value,
             slot_mapping=batch.slot_mapping,
         )
-        paged_attention_(
-            out=mixed[:count],
-            query=self._turn(query, f"{layer}.query_norm", rotary),
-            key_cache=kv["key"][layer],
-            value_cache=kv["value"][layer],
-            block_tables=batch.block_tables,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            # Attention is causal by the positions it is told: all of a row's queries look on from its last one.
-            positions=(batch.seq_lens - 1).repeat_interleave(batch.max_query_len, output_size=count),
-            scale=config.head_dim**-0.5,
-            max_query_len=batch.max_query_len,
-        )
+        # Attention is causal by the positions it is told: all of a row's queries look on from its last one.
+        last = (batch.seq_lens - 1).repeat_interleave(batch.max_query_len, output_size=count)
+        attend(self._turn(query, f"{layer}.query_norm", rotary), kv, layer, batch, mixed, last)
         return self._products[f"{layer}.attention_output"](mixed.flatten(1))
 
 

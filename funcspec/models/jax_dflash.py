@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from funcspec.models.base import KV, FeatureSpec, ForwardBatch
 from funcspec.models.dflash import DFlash, DFlashConfig, block_of, check_dflash
-from funcspec.models.jax_llama import JaxLlamaLayers, _Layout, _mix, _write, multiply
+from funcspec.models.jax_llama import JaxLlamaLayers, Layout, mix_values, multiply, write_cache
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -96,8 +96,8 @@ class JaxDFlash(JaxLlamaLayers):
         for layer in range(config.num_layers):
             parts = multiply(context, self.weights[f"{layer}.qkv"][config.num_heads * config.head_dim :])
             key, value = jnp.split(parts.reshape(count, 2 * config.num_kv_heads, config.head_dim), 2, axis=1)
-            new["key"] = _write(new["key"], layer, slots, self._turn(key, f"{layer}.key_norm", rotary))
-            new["value"] = _write(new["value"], layer, slots, value)
+            new["key"] = write_cache(new["key"], layer, slots, self._turn(key, f"{layer}.key_norm", rotary))
+            new["value"] = write_cache(new["value"], layer, slots, value)
         return new
 
     def _turn(self, x: jax.Array, name: str, rotary: tuple[jax.Array, ...]) -> jax.Array:
@@ -106,17 +106,17 @@ class JaxDFlash(JaxLlamaLayers):
         return (x * rotary[0] + jnp.roll(x, self.config.head_dim // 2, 2) * rotary[1]).astype(self.dtype)
 
     def _attend(
-        self, layer: int, read: jax.Array, kv: dict[str, jax.Array], layout: _Layout, rotary: tuple[jax.Array, jax.Array]
+        self, layer: int, read: jax.Array, kv: dict[str, jax.Array], layout: Layout, rotary: tuple[jax.Array, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         """Attention of one layer over the block: every query sees all keys of its row, those of later places too."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = multiply(read, self.weights[f"{layer}.qkv"]).reshape(-1, heads + 2 * kv_heads, self.config.head_dim)
         query, key, value = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
-        kv["key"] = _write(kv["key"], layer, layout.slots, self._turn(key, f"{layer}.key_norm", rotary))
-        kv["value"] = _write(kv["value"], layer, layout.slots, value)
+        kv["key"] = write_cache(kv["key"], layer, layout.slots, self._turn(key, f"{layer}.key_norm", rotary))
+        kv["value"] = write_cache(kv["value"], layer, layout.slots, value)
         # A row's last query sees all of its keys; the others look on from there.
         both_ways = layout._replace(visible=jnp.broadcast_to(layout.visible.any(1, keepdims=True), layout.visible.shape))
-        mixed = _mix(self._turn(query, f"{layer}.query_norm", rotary), kv["key"][layer], kv["value"][layer], both_ways)
+        mixed = mix_values(self._turn(query, f"{layer}.query_norm", rotary), kv["key"][layer], kv["value"][layer], both_ways)
         return kv, multiply(mixed.astype(read.dtype), self.weights[f"{layer}.attention_output"])
 
 

@@ -22,7 +22,7 @@ ROWS = 8
 and a pass of one token is spared XLA's code for one row, which on a CPU copies the whole cache to write one slot."""
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where the tokens of a batch are, the same for all layers. A row's queries are padded to W = max_query_len, its keys to K."""
 
     slots: jax.Array
@@ -41,7 +41,8 @@ class _Layout(NamedTuple):
     """[R, W, K] whether the query sees the key."""
 
 
-def _lay_out(batch: ForwardBatch, num_blocks: int, block_size: int) -> _Layout:
+def lay_out(batch: ForwardBatch, num_blocks: int, block_size: int) -> Layout:
+    """Find out where the tokens of a batch are in a cache of so many blocks."""
     tokens = jnp.arange(batch.input_ids.shape[0])
     starts, counts = batch.query_start_loc[:-1], jnp.diff(batch.query_start_loc)
     columns = jnp.arange(batch.max_query_len)
@@ -52,7 +53,7 @@ def _lay_out(batch: ForwardBatch, num_blocks: int, block_size: int) -> _Layout:
     is_key = jnp.repeat(batch.block_tables >= 0, block_size, axis=1)
     # The last row that starts at or before a token: rows without queries own none.
     rows = jnp.searchsorted(starts, tokens, side="right", method="compare_all") - 1
-    return _Layout(
+    return Layout(
         slots=jnp.where(batch.slot_mapping < 0, num_blocks * block_size + tokens, batch.slot_mapping),
         tables=jnp.maximum(batch.block_tables, 0),
         queries=queries,
@@ -200,7 +201,7 @@ class JaxLlamaLayers:
         The attention of the first layer reads `first_input`, if it is given, instead of x normalised.
         """
         config, weights = self.config, self.weights
-        layout = _lay_out(batch, *kv["key"].shape[1:3])
+        layout = lay_out(batch, *kv["key"].shape[1:3])
         cos, sin = (jnp.take(table, batch.positions, axis=0, mode="clip") for table in self._rotary)
         kv, kept = dict(kv), [x]
         for layer in range(config.num_layers):
@@ -222,7 +223,7 @@ class JaxLlamaLayers:
         return (wide * scale * self.weights[name]).astype(x.dtype)
 
     def _attend(
-        self, layer: int, read: jax.Array, kv: dict[str, jax.Array], layout: _Layout, rotary: tuple[jax.Array, jax.Array]
+        self, layer: int, read: jax.Array, kv: dict[str, jax.Array], layout: Layout, rotary: tuple[jax.Array, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         """Self-attention of one layer over what it reads: the new kv, and what it adds to x."""
         config = self.config
@@ -231,9 +232,9 @@ class JaxLlamaLayers:
         qkv = qkv.reshape(-1, heads + 2 * kv_heads, config.head_dim)
         turned = qkv[:, : heads + kv_heads]
         turned = (turned * rotary[0] + jnp.roll(turned, config.head_dim // 2, 2) * rotary[1]).astype(read.dtype)
-        kv["key"] = _write(kv["key"], layer, layout.slots, turned[:, heads:])
-        kv["value"] = _write(kv["value"], layer, layout.slots, qkv[:, heads + kv_heads :])
-        mixed = _mix(turned[:, :heads], kv["key"][layer], kv["value"][layer], layout)
+        kv["key"] = write_cache(kv["key"], layer, layout.slots, turned[:, heads:])
+        kv["value"] = write_cache(kv["value"], layer, layout.slots, qkv[:, heads + kv_heads :])
+        mixed = mix_values(turned[:, :heads], kv["key"][layer], kv["value"][layer], layout)
         return kv, multiply(mixed.astype(read.dtype), self.weights[f"{layer}.attention_output"])
 
 
@@ -312,13 +313,13 @@ class JaxLlama(JaxLlamaLayers):
 _CHILDREN = ("weights", "output_token_ids", "_rotary")
 
 
-def _write(cache: jax.Array, layer: int, slots: jax.Array, new: jax.Array) -> jax.Array:
+def write_cache(cache: jax.Array, layer: int, slots: jax.Array, new: jax.Array) -> jax.Array:
     """Put keys or values [T, kv_heads, head_dim] into one layer of a cache."""
     by_slot = cache.reshape(cache.shape[0], -1, *cache.shape[3:])
     return by_slot.at[layer, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True).reshape(cache.shape)
 
 
-def _mix(query: jax.Array, key_cache: jax.Array, value_cache: jax.Array, layout: _Layout) -> jax.Array:
+def mix_values(query: jax.Array, key_cache: jax.Array, value_cache: jax.Array, layout: Layout) -> jax.Array:
     """Attention in float32 of queries [T, heads, head_dim] over one layer of a cache: [T, heads * head_dim]."""
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from funcspec.errors import ModelError, refuse
 from funcspec.kernels.kv_cache import write_kv_
-from funcspec.kernels.paged_attention import paged_attention_
+from funcspec.models.attention import Rotary, attend, rotate
 from funcspec.models.base import KV, ForwardBatch, KVEntry, KVSpec
 from funcspec.models.gguf import GGUF, read_gguf
 from funcspec.models.products import ROWS, Product, product
@@ -64,7 +64,7 @@ class LlamaConfig:
         return shapes
 
 
-def rotary_tables(config: LlamaConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(config: LlamaConfig, device: torch.device) -> Rotary:
     """[max_len, 1, head_dim] cosines, and sines with the first half negated, so that a rotation is x * cos + swap(x) * sin."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -125,7 +125,7 @@ class LlamaLayers:
     config: LlamaConfig
     weights: Mapping[str, torch.Tensor]
     output_token_ids: torch.Tensor | None = None
-    _rotary: tuple[torch.Tensor, torch.Tensor] = field(init=False, repr=False)
+    _rotary: Rotary = field(init=False, repr=False)
     _products: Mapping[str, Product] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -212,37 +212,19 @@ class LlamaLayers:
         weight = self.weights.get(name)
         return x if weight is None else F.rms_norm(x, (self.config.hidden_size,), weight, self.config.norm_eps)
 
-    def _attend(
-        self, layer: int, read: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: tuple[torch.Tensor, torch.Tensor], mixed: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, layer: int, read: torch.Tensor, kv: KV, batch: ForwardBatch, rotary: Rotary, mixed: torch.Tensor) -> torch.Tensor:
         """Self-attention of one layer over what it reads: what it adds to x. `mixed` is scratch."""
-        config = self.config
-        num_tokens = batch.input_ids.shape[0]
-        heads, kv_heads, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
-        qkv = self._products[f"{layer}.qkv"](read)
-        qkv = qkv[:num_tokens].unflatten(1, (heads + 2 * kv_heads, config.head_dim))
-        turned = qkv[:, : heads + kv_heads]
-        turned = (turned * rotary[0] + turned.roll(half, 2) * rotary[1]).to(read.dtype)
-        key, value = kv["key"][layer], kv["value"][layer]
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = self._products[f"{layer}.qkv"](read)[: batch.input_ids.shape[0]].unflatten(1, (heads + 2 * kv_heads, self.config.head_dim))
+        turned = rotate(qkv[:, : heads + kv_heads], rotary)
         write_kv_(
-            out_key_cache=key,
-            out_value_cache=value,
+            out_key_cache=kv["key"][layer],
+            out_value_cache=kv["value"][layer],
             key=turned[:, heads:],
             value=qkv[:, heads + kv_heads :],
             slot_mapping=batch.slot_mapping,
         )
-        paged_attention_(
-            out=mixed[:num_tokens],
-            query=turned[:, :heads],
-            key_cache=key,
-            value_cache=value,
-            block_tables=batch.block_tables,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            positions=batch.positions,
-            scale=config.head_dim**-0.5,
-            max_query_len=batch.max_query_len,
-        )
+        attend(turned[:, :heads], kv, layer, batch, mixed)
         return self._products[f"{layer}.attention_output"](mixed.flatten(1))
 
     @classmethod

@@ -38,7 +38,7 @@ class Transition(Drafting, Judging):
         target = self.ingest("target", models["target"], blocks["target"], tokens[: counts["target"]], chunk, layers=layers)
         if spec is not None:
             check_states("target", (target.features,), 1, (counts["target"], spec.size))
-        if "draft" in models:
+        if "draft" in models and not (spec and spec.cache_layers):  # such a draft has nothing of its own to fill
             count, ahead = counts["draft"], 0 if spec is None else spec.ahead
             features = None if target.features is None else target.features[:count]
             self.ingest("draft", models["draft"], blocks["draft"], tokens[ahead : ahead + count], chunk, features=features)

@@ -36,17 +36,17 @@ class Drafting(Framework):
             raise StepOrderError("drafter: expected one call of draft_once in a step, got two. Fix: write once, after the last forward.")
         self.prepare_write("draft")
         spec, lag = self.partners["draft"].features, self.partners["draft"].lag
-        shift = 0 if spec is None else spec.ahead
+        shift, query_only = (0, False) if spec is None else (spec.ahead, bool(spec.cache_layers))
         num_masks, count, offset = (0, 1, shift) if guess is None else (guess.num_masks, guess.num_choices, shift - guess.choice_offset)
         width = config.num_speculative_tokens + 1 + lag - shift + num_masks if first else 1
         limit = min(model.max_len, config.max_model_len)
-        window = self.window("draft", FEED if first else DRAFTED, width, limit=limit, guess=guess, shift=shift)
+        window = self.window("draft", FEED if first else DRAFTED, width, limit=limit, guess=guess, shift=shift, query_only=query_only)
         batch = window.batch if spec is None else replace(window.batch, features=self._fed_features(spec, first=first))
-        logits, hidden = self.forward("draft", model, batch, rows * count)
+        logits, hidden = self.forward("target" if query_only else "draft", model, batch, rows * count)
         if spec is not None and spec.feedback:
             check_states("drafter", hidden, 1, (rows * count, spec.feedback))
-        stream = config.rule.draft_stream
-        chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, position_offset=offset)
+        stream, held = config.rule.draft_stream, self.draft_steps if query_only else 0  # noise is that of the places that are foreseen
+        chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, position_offset=offset + held)
         if guess is not None and guess.masks is not None:
             chosen = self.run(keep_matching_, guesses=guess.masks, chosen=chosen)["chosen"]
         self._keep_proposals(logits, chosen, first=first, token_ids=token_ids)

@@ -129,7 +129,16 @@ class Framework(ABC):
     proposes_points: bool = False
 
     def window(
-        self, role: str, kind: int, width: int, *, limit: int, all_logits: bool = False, guess: Guess | None = None, shift: int = 0
+        self,
+        role: str,
+        kind: int,
+        width: int,
+        *,
+        limit: int,
+        all_logits: bool = False,
+        guess: Guess | None = None,
+        shift: int = 0,
+        query_only: bool = False,
     ) -> Window:
         """Derive the inputs of a pass of `width` places a row (one kernel).
 
@@ -141,8 +150,9 @@ class Framework(ABC):
             all_logits: whether logits are wanted everywhere, not only at each row's last token.
             guess: for a pass that guesses several tokens a row.
             shift: 1 to feed at each position the token of the next one.
+            query_only: for a draft that reads the target's cache, and writes none.
         """
-        fields, config, table = self.fields, self.config, self.table(role)
+        fields, config, table = self.fields, self.config, self.table("target" if query_only else role)
         choices = 1 if guess is None else guess.num_choices
         guessing = {} if guess is None else vars(guess)
         out = self.run(
@@ -159,6 +169,7 @@ class Framework(ABC):
             width=width,
             limit=limit,
             shift=shift,
+            query_only=query_only,
             **guessing,
             **self.scratch(role, window_shapes, config.max_num_reqs, width, choices),
         )

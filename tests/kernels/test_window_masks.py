@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from funcspec.errors import ArgumentError
 from funcspec.kernels.op import Backend
-from funcspec.kernels.window_inputs import DRAFTED, FEED
+from funcspec.kernels.window_inputs import DRAFTED, FEED, VERIFY
 
 from .guarded import POISON
 from .window_launch import Launch, Row, row_at, run
@@ -45,6 +45,19 @@ def test_the_newest_draft_is_fed_one_position_early(backend: Backend, kernel_dev
     out = run(backend, kernel_device, DRAFTED, rows, 1, shift=1)
     assert (out["input_ids"], out["positions"]) == ([8, 7, 0], [5, 3, 0])
     assert (out["slot_mapping"], out["seq_lens"]) == ([25, 15, -1], [6, 4, 0])
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_drafts_that_read_the_targets_cache_stay_where_it_ends(backend: Backend, kernel_device: str, shift: int) -> None:
+    """No place has a slot; each draft is fed at the position of the newest committed token, or one before."""
+    rows = [row_at(5, fed=3 - shift, num_draft=3, blocks=[3, 6])]
+    first = run(backend, kernel_device, FEED, rows, 3, shift=shift, query_only=True)
+    assert first["positions"] == ([3, 4, 0] if shift == 0 else [2, 3, 0]) and first["seq_lens"] == [5 - shift]
+    for made in (1, 2, 3):
+        drafted = [replace(rows[0], drafts=[7, 8, 9][:made]), row_at(4, drafts=[7], num_draft=1), Row(live=False)]
+        out = run(backend, kernel_device, DRAFTED, drafted, 1, shift=shift, query_only=True)
+        assert (out["input_ids"], out["positions"]) == (([[7, 8][made - 1], 0, 0], [4 - shift, 0, 0]) if made < 3 else ([0] * 3, [0] * 3))
+        assert out["slot_mapping"] == [-1] * 3 and out["seq_lens"] == [5 - shift if made < 3 else 0, 0, 0]
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -167,6 +180,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
         "mask_id": draw(st.integers(0, 2**31 - 1)),
         "num_choices": num_choices,
         "choice_offset": draw(st.integers(0, num_masks + 1 - num_choices)),
+        "query_only": num_masks == 0 and draw(st.booleans()),
     }
 
 
@@ -202,6 +216,8 @@ def test_refusals_write_nothing(backend: Backend, kernel_device: str) -> None:
 
     refused("^shift: expected 0 or 1, got 2", shift=2)
     refused("^shift: expected 0 or 1, got -1", shift=-1)
+    refused("^query_only: expected False for VERIFY and for windows with masks, got 2 masks", query_only=True)
+    refused("^query_only: .* got VERIFY", query_only=True, kind=VERIFY, num_masks=0, num_choices=1)
     refused("^num_masks: expected from 0 to width - 1 = 2, got 3", num_masks=3)
     refused("^num_masks: expected from 0 to width - 1 = 2, got -1", num_masks=-1)
     refused("^num_choices: expected choices among the last token and 2 masks behind it, got 4 from place 0 on", num_choices=4)

@@ -58,7 +58,7 @@ class Launch:
         **guess: int,
     ) -> None:
         self.buffers = Buffers(device)
-        self.guess = {"shift": 0, "num_masks": 0, "mask_id": 0, "num_choices": 1, "choice_offset": 0} | guess
+        self.guess = {"shift": 0, "num_masks": 0, "mask_id": 0, "num_choices": 1, "choice_offset": 0, "query_only": False} | guess
         self.rows = rows
         self.columns = max([len(row.blocks) for row in rows] + [1]) if columns is None else columns
         sequences = [[*row.committed, *row.drafts] for row in rows]
@@ -103,18 +103,19 @@ class Launch:
         first_choice, num_choices = self.guess["choice_offset"], self.guess["num_choices"]
         out: Output = {name: [] for name in BY_PLACE + BY_ROW}
         for number, row in enumerate(self.rows):
-            n, sequence = len(row.committed), [*row.committed, *row.drafts]
+            n, sequence, only = len(row.committed), [*row.committed, *row.drafts], self.guess["query_only"]
+            ahead = shift + (row.made if kind == DRAFTED and only else 0)  # of a position is the token that is fed there
             if kind == FEED:
                 wanted = range(row.fed, n - shift)
             elif kind == DRAFTED:
-                wanted = range(n + row.made - 1 - shift, n + row.made - shift if row.made < row.num_draft else 0)
+                wanted = range(n + row.made - 1 - ahead, n + row.made - ahead if row.made < row.num_draft else 0)
             else:
                 wanted = range(n - 1, n + min(row.num_draft, row.made))
             window: list[tuple[int, int]] = []
             for position in wanted[: width - num_masks] if row.live else ():
-                if not 0 <= position < self.inputs["limit"] or sequence[position + shift] < 0:
+                if not 0 <= position < self.inputs["limit"] or sequence[position + ahead] < 0:
                     break
-                window.append((position, sequence[position + shift]))
+                window.append((position, sequence[position + ahead]))
             last = max(len(window) - 1, 0)
             for _ in range(num_masks if window else 0):
                 if window[-1][0] + 1 < self.inputs["limit"]:
@@ -125,7 +126,7 @@ class Launch:
                 slot = block * size + position % size
                 out["input_ids"].append(token)
                 out["positions"].append(position)
-                out["slot_mapping"].append(slot if block >= 0 else -1)
+                out["slot_mapping"].append(slot if block >= 0 and not only else -1)
                 out["token_rows"].append(number)
             empty = width - len(window)
             for name, neutral in zip(BY_PLACE, (0, 0, -1, -1), strict=True):
