@@ -1,7 +1,7 @@
 """Speculative decoding of language models as values and functions."""
 
 from funcspec import drafters, graphs, interop, models, rules
-from funcspec.admission import Admitted, admit, init, release, truncate
+from funcspec.admission import Admitted, admit, init, lower_limits, release, truncate
 from funcspec.checks import check_shape_stable, same_as_plain
 from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, FuncspecError
@@ -38,6 +38,7 @@ __all__ = [
     "init",
     "interop",
     "load",
+    "lower_limits",
     "models",
     "prefill",
     "release",

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from funcspec.carried import FEATURES, ROPE_POSITIONS
 from funcspec.config import SpecConfig, check_config
 from funcspec.constants import NO_TOKEN
 from funcspec.drafters.base import Drafter
 from funcspec.errors import CapacityError, ModelError, check_bool, refuse
 from funcspec.kernels.acceptance import AT_LENGTH, NOT_FINISHED, STOPPED
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
-from funcspec.leases import FEATURES, JaxLease, Lease, host_copy
+from funcspec.leases import JaxLease, Lease, host_copy
 from funcspec.models.base import Model
 from funcspec.noise import TARGET
 from funcspec.partners import (
@@ -23,6 +24,7 @@ from funcspec.partners import (
     check_framework,
     check_model,
     check_partner,
+    check_rope,
     framework_of,
     partner_model,
     partner_of,
@@ -89,6 +91,7 @@ def init(config: SpecConfig, target: Model, drafter: Drafter | None = None) -> S
         drafter.init(config, target)
         if draft_model is not None:
             check_features(draft_model, target)
+            check_rope(draft_model, target)
     check_framework(config, target, draft_model)
     partners = {"target": partner_of(target)} | ({} if draft_model is None else {"draft": partner_of(draft_model)})
     lease = (JaxLease if framework_of(target) == "jax" else Lease).empty(config, partners)
@@ -106,6 +109,7 @@ def admit(
     max_tokens: int | Sequence[int] | None = None,
     min_tokens: int | Sequence[int] = 0,
     stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+    rope_positions: Sequence[Any] | None = None,
     rows: Sequence[int] | None = None,
     chunk: int | None = None,
     donate: bool = False,
@@ -125,6 +129,8 @@ def admit(
         min_tokens: least tokens to generate before a stop id may come, which until then is as if its logit were -inf; needs
             `SpecConfig.allows_min_tokens`. A number, or one for each prompt.
         stop_ids: ids that end a row (they are emitted): one list for all prompts, or one for each.
+        rope_positions: for a target with rotary positions of its own (M-RoPE): for each prompt [A, len(prompt)] integers, or None for those
+            of plain text. What is generated goes on behind the largest of them, on all axes alike.
         rows: free rows to use; None takes the lowest ones.
         chunk: tokens ingested in one pass; None is 512. Smaller chunks give the same small buffers, KV to rounding.
         donate: reuse the state's buffers and leave the state dead.
@@ -139,7 +145,7 @@ def admit(
     """
     lease = check_state(state, "admit").lease
     check_partner("target", target, lease.models["target"], state.framework)
-    requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, min_tokens, stop_ids)
+    requests = validate(state.config, target, prompts, seeds, temperature, max_tokens, min_tokens, stop_ids, rope_positions)
     return admit_requests(state, target, drafter, requests, rows=rows, chunk=chunk, donate=donate)
 
 
@@ -171,7 +177,7 @@ def admit_requests(
     held = [min(len(request.prompt) - lag, draft_limit) for request in requests]
     for index, request in enumerate(requests):
         taken = {role: blocks[role][index] for role in models}
-        found = step.ingest_row(models, taken, request.prompt, {"target": len(request.prompt), "draft": held[index]}, size)
+        found = step.ingest_row(models, taken, request.prompt, {"target": len(request.prompt), "draft": held[index]}, size, request.rope)
         token, bad = _first_token(found.logits, request, state.config.device)
         firsts.append(token)
         flags.append(bad)
@@ -181,6 +187,9 @@ def admit_requests(
     step.put_rows(chosen, _row_values(state.config, requests, firsts, reasons, flags, held), blocks)
     if last_features:
         step.put_carried(chosen, {FEATURES: torch.stack(last_features)})
+    turned = [request.rope for request in requests if request.rope is not None]
+    if turned:
+        step.put_carried(chosen, {ROPE_POSITIONS: np.stack(turned)})
     return step.close(ROUND_START), Admitted(tuple(chosen), tuple(firsts), tuple(reasons), tuple(flags))
 
 
@@ -261,6 +270,67 @@ def truncate(state: SpecState, lengths: Mapping[int, int], *, finish: bool = Fal
     step.put_rows(rows, values, {})
     if grows.any():
         step.rewind()
+    return step.close(ROUND_START)
+
+
+def lower_limits(state: SpecState, limits: Mapping[int, int] | int, *, donate: bool = False) -> SpecState:
+    """Let rows end earlier than was asked for, while they run.
+
+    Limits only shrink: blocks are reserved for what `admit` was asked for, and no more. A row that has reached its new limit ends at once,
+    with reason "length", and keeps its tokens.
+
+    Args:
+        state: a state at the start of a round.
+        limits: by row, the committed length at which it ends, prompt included, from 1 to its present limit; or one number for all rows
+            with a request, which leaves lower limits as they are.
+        donate: reuse the state's buffers and leave the state dead.
+
+    Returns:
+        the new state. Waits for the GPU.
+
+    Raises:
+        StepOrderError: the state is in mid-round.
+        ArgumentError: a row is idle or no row, or a limit is out of range. Nothing was written.
+
+    Example:
+        >>> import funcspec as fs
+        >>> target = fs.models.ChecksumModel()
+        >>> config = fs.SpecConfig(max_num_reqs=1, max_model_len=32, num_speculative_tokens=0, rule=fs.rules.greedy)
+        >>> state, _ = fs.admit(fs.init(config, target), target, None, [[5, 6, 7]], max_tokens=10)
+        >>> state = lower_limits(state, {0: 5})
+        >>> state, verdict = fs.verify(state, target)
+        >>> state.num_tokens.tolist(), verdict.finish_reason.tolist()
+        ([5], [2])
+    """
+    check_phase(check_state(state, "lower_limits"), "lower_limits", (ROUND_START,), "finish the round with verify first")
+    check_fields(state)
+    names = ("num_tokens", "row_limit", "min_len", "is_live", "finish_reason")
+    held = {name: host_copy(getattr(state, name)) for name in names}
+    if isinstance(limits, int) and not isinstance(limits, bool):
+        chosen = {row: min(limits, int(held["row_limit"][row])) for row in np.flatnonzero(held["num_tokens"]).tolist()}
+    elif isinstance(limits, Mapping) and limits:
+        chosen = dict(limits)
+    else:
+        refuse("limits", "a length for at least one row, or one for all", repr(limits)[:60], "pass {row: length} or a number")
+    rows = row_numbers(list(chosen), state.config)
+    for row in rows:
+        most = int(held["row_limit"][row])
+        if most == 0:
+            refuse("limits", "rows that hold a request", f"row {row}, which is idle", "leave it out")
+        if not isinstance(chosen[row], int) or isinstance(chosen[row], bool) or not 1 <= chosen[row] <= most:
+            refuse("limits", f"a length from 1 to {most} for row {row}", repr(chosen[row]), "limits can only be lowered")
+    held = {name: values[rows] for name, values in held.items()}
+    wanted = np.maximum(np.array([chosen[row] for row in rows], np.int32), held["num_tokens"])
+    ends = (held["is_live"] != 0) & (held["num_tokens"] >= wanted)
+    values = {
+        "row_limit": wanted,
+        "num_tokens": held["num_tokens"],
+        "min_len": np.minimum(held["min_len"], wanted),
+        "is_live": np.where(ends, 0, held["is_live"]),
+        "finish_reason": np.where(ends, AT_LENGTH, held["finish_reason"]),
+    }
+    step = open_step(state, "lower_limits", donate=donate)
+    step.put_rows(rows, values, {})
     return step.close(ROUND_START)
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,17 @@ from tqdm import tqdm
 
 from funcspec import rules
 from funcspec.checks import check_comparable
-from funcspec.drafters import eagle, fallback, ngram, standalone
-from funcspec.drafters.base import Drafter
+from funcspec.drafters import Fixed, fixed
 from funcspec.errors import FuncspecError, refuse
 from funcspec.generation import Emission
 from funcspec.jobs import Job, Run, TimedComparison, compare, run_job
+from funcspec.loading import DRAFTER_HELP, DRAFTERS, Loaded, load_models
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import smollm2
-from funcspec.models.base import Model
-from funcspec.models.llama import Llama
 from funcspec.text import TextStream
 
 DEFAULT_PROMPT = "Write a Python function that reverses a string."
 RULES = tuple(sorted(rule.name for rule in vars(rules).values() if isinstance(rule, rules.Rule)))
-DRAFTERS = ("standalone", "eagle", "lookup", "lookup+standalone", "lookup+eagle", "none")
-DRAFTER_HELP = "eagle reads the target's hidden states; lookup copies from the text so far; none decodes plainly (default: standalone)"
 NEAR_TIE = 0.01  # a hundred times what fp32 logits differ between passes of different shape
 COLOURS = ("\x1b[32m", "\x1b[33m", "\x1b[36m")  # accepted drafts, recovered, bonus
 PLAIN = "\x1b[0m"
@@ -179,61 +175,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A target with all that goes with it, and the drafter."""
-
-    target: Model
-    drafter: Drafter | None
-    tokenizer: Any
-    end_tokens: tuple[int, ...]
-
-
-def load_models(options: argparse.Namespace) -> Loaded:
-    """Load target, tokenizer and drafter that the options name."""
-    own = options.target is not None
-    if options.draft is not None and not own:
-        refuse("--draft", "--target with it", "none", "name the target that it drafts for")
-    kind = options.drafter or ("lookup" if own and options.draft is None else "standalone")
-    if options.num_speculative_tokens == 0:
-        kind = "none"
-    if own and "eagle" in kind:
-        refuse(
-            "--drafter", "standalone, lookup or none with --target", kind, "use one of these, or write a program with funcspec.models.heads"
-        )
-    if own and "standalone" in kind and options.draft is None:
-        refuse("--draft", f"a model directory for --drafter {kind}", "none", "name one, or use --drafter lookup")
-    if own:
-        from funcspec.models.huggingface import load
-
-        target, tokenizer = load(options.target)
-        if tokenizer is None:
-            refuse("--target", "a model with a tokenizer", "none in its directory", "save the tokenizer there too")
-        drafter = standalone(load(options.draft)[0]) if "standalone" in kind and options.draft is not None else None
-        end_tokens = _end_tokens(target, tokenizer)
-    else:
-        target, tokenizer, end_tokens = smollm2.load_target(), smollm2.load_tokenizer(), smollm2.END_TOKENS
-        drafter = _shipped_drafter(target, kind)
-    if "lookup" in kind:
-        drafter = ngram() if drafter is None else fallback(ngram(), drafter)
-    return Loaded(target, drafter, tokenizer, end_tokens)
-
-
-def _shipped_drafter(target: Llama, kind: str) -> Drafter | None:
-    """The drafter with a model of its own among those that `kind` names."""
-    if "eagle" in kind:
-        return eagle(*smollm2.load_head(target))
-    return standalone(*smollm2.load_draft(target)) if "standalone" in kind else None
-
-
-def _end_tokens(target: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids at which a Hugging Face model stops: those of its generation configuration, else its tokenizer's."""
-    settings = getattr(target.lm, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    found = tokenizer.eos_token_id if found is None else found
-    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
-
-
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts that the options name."""
     prompts = list(options.prompt or [])
@@ -259,6 +200,16 @@ def encode(loaded: Loaded, prompt: str, options: argparse.Namespace) -> list[int
     return list(loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
+def _replaying(job: Job) -> Fixed:
+    """Drafts of what plain decoding says, in the shape of speculative passes."""
+    rows = min(job.max_num_reqs or len(job.prompts), len(job.prompts))
+    if len(job.prompts) > rows:
+        expected = f"at least {len(job.prompts)} with --drafter fixed, one for each prompt"
+        refuse("--max-num-reqs", expected, job.max_num_reqs, "raise it, or give fewer prompts")
+    said = run_job(job, padded=True).outputs
+    return fixed([prompt + output for prompt, output in zip(job.prompts, said, strict=True)])
+
+
 def generate_command(options: argparse.Namespace) -> int:
     """Run `funcspec generate`."""
     if options.threads:
@@ -280,8 +231,10 @@ def generate_command(options: argparse.Namespace) -> int:
         tuple(options.stop),
         options.min_tokens,
     )
-    if options.compare:
+    if options.compare or loaded.replays:
         check_comparable(job.rule, [job.temperature])  # before anything is decoded
+    if loaded.replays:
+        job = replace(job, drafter=_replaying(job))
     first = replace(job, prompts=job.prompts[:1], seeds=job.seeds[:1], max_tokens=min(4, job.max_tokens), min_tokens=0)
     run_job(first)  # the first passes touch the weights for the first time
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from funcspec.carried import new_carried
 from funcspec.config import SpecConfig, check_config
 from funcspec.errors import ArgumentTypeError, BackendError, StateError, StepOrderError, refuse
 from funcspec.kernels.acceptance import NOT_FINISHED
-from funcspec.leases import Buffers, Lease, new_carried
+from funcspec.leases import Buffers, Lease
 from funcspec.pool import Branch
 from funcspec.state import SCORED, SpecState, check_phase, check_state, name_step
 from funcspec.steps import Verdict

@@ -34,7 +34,17 @@ JAX_DTYPES: Mapping[torch.dtype, Any] = {
 }
 """JAX's dtype for each of torch's that crosses without being narrowed."""
 
-TRAITS = ("features", "hidden_size", "num_layers", "num_heads", "input_vocab_size", "vocab_fingerprint")
+TRAITS = (
+    "cache_entries",
+    "features",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "input_vocab_size",
+    "residual_multiplier",
+    "rope_axes",
+    "vocab_fingerprint",
+)
 """What a model may say about itself besides the members of `Model`; drafters and states look for it."""
 
 
@@ -217,6 +227,7 @@ class LiftedModel:
             if not isinstance(size, int):
                 expected = "a model that says its hidden_size, as hidden states are wanted"
                 refuse("model", expected, type(self.model).__name__, "give it that attribute, an int", ModelError)
+            size *= getattr(self, "residual_multiplier", 1)
             return [(batch.input_ids.shape[0], size)] * len(batch.hidden_layers)
         spec = getattr(self, "features", None)
         return [(count, spec.feedback)] if spec is not None and spec.feedback and count else []

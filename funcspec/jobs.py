@@ -9,7 +9,6 @@ from funcspec import rules
 from funcspec.checks import Comparison, check_comparable, first_difference, preference_margin
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
-from funcspec.drafters.fallback import Fallback
 from funcspec.errors import ArgumentTypeError, check_bool, check_int, refuse, type_name
 from funcspec.generation import Emission, generate
 from funcspec.models.base import KV, Array, ForwardBatch, KVSpec, Model
@@ -106,15 +105,16 @@ class TimedModel:
 
 
 def timed_drafter(drafter: Drafter | None) -> tuple[Drafter | None, TimedModel | None]:
-    """The drafter with its model timed, where it has one as its field `model`."""
-    if isinstance(drafter, Fallback):
-        second, model = timed_drafter(drafter.second)
-        assert second is not None
-        return replace(drafter, second=second), model
-    if not is_dataclass(drafter) or "model" not in vars(drafter):
+    """The drafter with its model timed, where it has one as its field `model` or `heads`, or its `second` drafter has."""
+    held = vars(drafter) if is_dataclass(drafter) else {}
+    if isinstance(held.get("second"), Drafter):
+        second, timed = timed_drafter(held["second"])
+        return replace(drafter, second=second), timed  # type: ignore[type-var]
+    name = next((name for name in ("model", "heads") if name in held), None)
+    if name is None:
         return drafter, None
-    timed = TimedModel(vars(drafter)["model"])
-    return replace(drafter, **{"model": timed}), timed
+    timed = TimedModel(held[name])
+    return replace(drafter, **{name: timed}), timed  # type: ignore[type-var]
 
 
 def run_job(job: Job, on_emission: Callable[[Emission], None] | None = None, *, padded: bool = False) -> Run:

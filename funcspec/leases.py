@@ -8,7 +8,7 @@ XLA decides what is copied and what is reused.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,53 +16,17 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from funcspec.carried import LASTING, Partner, carried_layout, new_carried
 from funcspec.config import SpecConfig
 from funcspec.errors import DonatedStateError, StateError
 from funcspec.interop import jax_dtype
-from funcspec.models.base import FeatureSpec, KVSpec
 from funcspec.pool import STRANGER, Branch, Pool
 from funcspec.state import ARRAY_FIELDS, ROUND_START, check_field, field_shape, name_step
 
 ALIGNMENT = 64
 
-PROPOSALS = ("draft_logits", "draft_normalisers", "is_point")
-"""What a ratio rule needs to know of this round's drafts, by name; see `carried_layout`."""
-
-FEATURES = "features"
-"""What a draft reads of its target's hidden states, by name; see `carried_layout`."""
-
-CARRIED = (*PROPOSALS, FEATURES)
-
 RowBlockIds = tuple[tuple[int, ...] | None, ...]
 """Ids of the KV blocks of each row, None for a row without any."""
-
-
-def carried_layout(config: SpecConfig, partners: Mapping[str, "Partner"]) -> dict[str, tuple[tuple[int, ...], torch.dtype, float]]:
-    """Shape, dtype and fill of the arrays that a state carries along besides its fields, as far as anything asks for them.
-
-    For a ratio rule, the distributions that drafts were drawn from. Logits are float32, which holds those of every model exactly, and
-    lie at target ids: `verify` does not know a drafter's map. A state without a draft model has none, and all its drafts are points.
-
-    For a draft that reads hidden states, features: at the start of a round those of positions draft_len, draft_len + 1, ... up to the
-    last token but one, in mid-round at place 0 what the draft handed to its own next pass. float32 as well.
-    """
-    rows, most = config.max_num_reqs, config.num_speculative_tokens
-    spec = partners["draft"].features if "draft" in partners else None
-    features = {} if spec is None else {FEATURES: ((rows, most + 1, spec.size), torch.float32, 0.0)}
-    if config.rule.judges_by != "ratio" or most == 0:
-        return features
-    width = partners["target"].vocab_size if "draft" in partners else 0
-    return features | {
-        "draft_logits": ((rows, most, width), torch.float32, -float("inf")),
-        "draft_normalisers": ((rows, most, 2), torch.int32, 0),
-        "is_point": ((rows,), torch.int32, 0),
-    }
-
-
-def new_carried(config: SpecConfig, partners: Mapping[str, "Partner"], names: Collection[str] = CARRIED) -> dict[str, torch.Tensor]:
-    """Allocate those of them that are named."""
-    layout = carried_layout(config, partners).items()
-    return {name: torch.full(shape, fill, dtype=dtype, device=config.device) for name, (shape, dtype, fill) in layout if name in names}
 
 
 class Buffers:
@@ -145,21 +109,6 @@ class Buffers:
             self.carried[name].copy_(array)
 
 
-@dataclasses.dataclass(frozen=True)
-class Partner:
-    """What a state remembers of a model it was made for, to refuse strangers."""
-
-    vocab_size: int
-    max_len: int
-    kv_spec: KVSpec
-    features: FeatureSpec | None = None
-
-    @property
-    def lag(self) -> int:
-        """Tokens at the end of a row that have no position in the draft's cache: the newest one has no hidden state yet."""
-        return 0 if self.features is None else 1
-
-
 class Lease:
     """The host side of one set of buffers, shared by all its aliases: they live and die together.
 
@@ -229,7 +178,7 @@ class Lease:
             for role, partner in partners.items()
         }
         known, buffers = [0] * config.max_num_reqs, Buffers.filled(config)
-        buffers.carried = new_carried(config, partners, (FEATURES,))
+        buffers.carried = new_carried(config, partners, LASTING)
         return cls(buffers, name_step("init"), branches["target"], branches.get("draft"), partners, known)
 
     @property
@@ -287,7 +236,7 @@ class Lease:
     def carried(self) -> Mapping[str, torch.Tensor]:
         """What is carried along and counts at this point of the round, to read from."""
         carried = self.buffers.carried
-        return {name: carried[name] for name in carried if name == FEATURES} if self.phase == ROUND_START else carried
+        return {name: carried[name] for name in carried if name in LASTING} if self.phase == ROUND_START else carried
 
     def cache(self, role: str) -> Mapping[str, torch.Tensor]:
         """The role's KV buffers by entry name, to read from."""
@@ -428,15 +377,9 @@ class _JaxStructure:
 
 
 __all__ = [
-    "CARRIED",
-    "FEATURES",
-    "PROPOSALS",
     "Buffers",
     "JaxLease",
     "Lease",
-    "Partner",
     "RowBlockIds",
-    "carried_layout",
     "host_copy",
-    "new_carried",
 ]

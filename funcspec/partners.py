@@ -5,22 +5,27 @@ from typing import NoReturn
 import jax
 import torch
 
+from funcspec.carried import Partner
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, refuse, type_name
-from funcspec.leases import Partner
 from funcspec.models.base import FeatureSpec, KVEntry, KVSpec, Model
 from funcspec.state import SpecState
 
 
 def partner_of(model: Model) -> Partner:
     """What a state remembers of a model."""
-    return Partner(model.vocab_size, model.max_len, model.kv_spec, features_of(model))
+    return Partner(model.vocab_size, model.max_len, model.kv_spec, features_of(model), rope_axes_of(model))
 
 
 def features_of(model: Model) -> FeatureSpec | None:
     """What a draft reads of its target's hidden states: its attribute `features`, if it has one."""
     return getattr(model, "features", None)
+
+
+def rope_axes_of(model: Model) -> int:
+    """How many rotary positions a token has for this model, 0 if its position is the only one."""
+    return getattr(model, "rope_axes", 0)
 
 
 def partner_model(state: SpecState, target: Model | None, drafter: Drafter | None) -> Model | None:
@@ -60,18 +65,17 @@ def check_partner(argument: str, model: Model, partner: Partner, framework: str)
     if isinstance(model, type):
         _refuse_model(argument, model)
     try:
-        found = (model.vocab_size, model.max_len, model.kv_spec, features_of(model))
+        found = (model.vocab_size, model.max_len, model.kv_spec, features_of(model), rope_axes_of(model))
     except AttributeError:
         _refuse_model(argument, model)
-    if found != (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features) or framework_of(model) != framework:
+    known = (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features, partner.rope_axes)
+    if found != known or framework_of(model) != framework:
         check_model(argument, model)
         expected, got = (
             f"of {kind}, vocabulary {one[0]}, max_len {one[1]}, {one[2].num_layers} KV layers"
             + (f", hidden states {one[3].layers}" if one[3] is not None else "")
-            for kind, one in (
-                (framework, (partner.vocab_size, partner.max_len, partner.kv_spec, partner.features)),
-                (framework_of(model), found),
-            )
+            + (f", {one[4]} rotary positions" if one[4] else "")
+            for kind, one in ((framework, known), (framework_of(model), found))
         )
         raise ModelError(
             f"{argument}: expected the model the state was made for ({expected}), got one {got}. "
@@ -104,6 +108,8 @@ def check_model(argument: str, model: object) -> None:
     features = features_of(model)
     if features is not None and not isinstance(features, FeatureSpec):
         refuse(f"{argument}.features", "a FeatureSpec or None", type_name(features), "correct the model", ModelError)
+    if not _is_count(rope_axes_of(model), 0):
+        refuse(f"{argument}.rope_axes", "an int of 0 or more", repr(rope_axes_of(model))[:60], "correct the model", ModelError)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -132,6 +138,8 @@ def check_features(draft_model: Model, target: Model) -> None:
     if spec is None:
         return
     size, layers = getattr(target, "hidden_size", None), getattr(target, "num_layers", None)
+    if size is not None:  # a target may hand over several residual streams side by side
+        size *= getattr(target, "residual_multiplier", 1)
     if size is not None and spec.size != size * len(spec.layers):
         raise ModelError(
             f"drafter: expected a draft for hidden states of {size} from {len(spec.layers)} layers, {size * len(spec.layers)} in all, "
@@ -147,6 +155,16 @@ def check_features(draft_model: Model, target: Model) -> None:
         raise ModelError(
             f"drafter: expected a draft that reads a cache of {held.num_layers} layers with {held.entries}, got one for the layers "
             f"{spec.cache_layers} with {tuple(wanted)}. Fix: use the draft that was trained for this target, with the target's dtype."
+        )
+
+
+def check_rope(draft_model: Model, target: Model) -> None:
+    """Refuse a draft with other rotary positions than its target; one without any is fine."""
+    ours, theirs = rope_axes_of(draft_model), rope_axes_of(target)
+    if ours not in (0, theirs):
+        raise ModelError(
+            f"drafter: expected a draft with 0 or {theirs} rotary positions a token, as the target has, got one with {ours}. "
+            "Fix: use a draft of the target's family."
         )
 
 

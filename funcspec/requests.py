@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from funcspec.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpecConfig
 from funcspec.errors import ArgumentTypeError, CapacityError, refuse
 from funcspec.models.base import Model
@@ -13,7 +15,11 @@ from funcspec.noise import split_seed
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its validated settings: what `validate` makes and `admit_requests` takes."""
+    """One prompt with its validated settings: what `validate` makes and `admit_requests` takes.
+
+    Attributes:
+        rope: [A, L] int32 rotary positions of the whole row, for a target that has its own.
+    """
 
     prompt: list[int]
     seed: tuple[int, int]
@@ -21,6 +27,7 @@ class Request:
     row_limit: int
     min_len: int
     stop_ids: list[int]
+    rope: np.ndarray | None = None
 
 
 def _each(argument: str, value: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
@@ -40,6 +47,7 @@ def validate(
     max_tokens: Any,
     min_tokens: Any,
     stop_ids: Any,
+    rope_positions: Any = None,
 ) -> list[Request]:
     """Check prompts and settings as `admit` takes them; refuses the first thing that is out of range."""
     lists = prompt_lists(prompts)
@@ -51,6 +59,7 @@ def validate(
     limits = _each("max_tokens", max_tokens, count, (int,))
     least = _each("min_tokens", min_tokens, count, (int,))
     stops = _stop_lists(stop_ids, count)
+    given = _rope_lists(rope_positions, count, getattr(target, "rope_axes", 0))
     return [
         Request(
             _check_prompt(index, lists[index], config, target.vocab_size),
@@ -59,9 +68,46 @@ def validate(
             _row_limit(limits[index], len(lists[index]), config),
             _min_len(least[index], limits[index], len(lists[index]), config),
             _check_ids("stop_ids", stops[index], target.vocab_size, config.max_num_stop_ids),
+            _rope_row(f"rope_positions[{index}]", given[index], getattr(target, "rope_axes", 0), len(lists[index]), config.max_model_len),
         )
         for index in range(count)
     ]
+
+
+def _rope_lists(rope_positions: Any, count: int, axes: int) -> list[Any]:
+    """Rotary positions of each prompt, None for those of plain text."""
+    if rope_positions is None:
+        return [None] * count
+    if not axes:
+        refuse("rope_positions", "None, as the target has none but its positions", type(rope_positions).__name__, "leave them out")
+    if not isinstance(rope_positions, Sequence) or len(rope_positions) != count:
+        refuse(
+            "rope_positions", f"{count} arrays, one a prompt", repr(rope_positions)[:60], "give every prompt its own, None for plain text"
+        )
+    return list(rope_positions)
+
+
+def _rope_row(name: str, given: Any, axes: int, prompt_len: int, length: int) -> np.ndarray | None:
+    """Rotary positions [A, L] of a row: those of its prompt, and from there on by one on all axes alike."""
+    if not axes:
+        return None
+    if given is None:
+        given = np.tile(np.arange(prompt_len), (axes, 1))
+    try:
+        values = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+    except (TypeError, ValueError) as error:
+        refuse(name, f"integers [{axes}, {prompt_len}]", str(error)[:80], "pass an array", ArgumentTypeError)
+    if values.dtype.kind not in "iu":
+        refuse(name, f"integers [{axes}, {prompt_len}]", f"{values.dtype} {values.shape}", "pass an integer array", ArgumentTypeError)
+    if values.shape != (axes, prompt_len):
+        refuse(
+            name, f"shape [{axes}, {prompt_len}], positions by axis for every token of the prompt", values.shape, "transpose or complete it"
+        )
+    most = 2**31 - 1 - length
+    if values.min() < 0 or values.max() > most:
+        refuse(name, f"positions from 0 to {most}", f"{values.min()} to {values.max()}", "count from the first token")
+    behind = np.arange(1, length - prompt_len + 1) + values.max()
+    return np.concatenate([values, np.tile(behind, (axes, 1))], 1).astype(np.int32)
 
 
 def _stop_lists(stop_ids: Any, count: int) -> list[Sequence[Any]]:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from funcspec.admission import DEFAULT_CHUNK, free_rows, row_numbers
+from funcspec.carried import FEATURES, PROPOSALS, ROPE_POSITIONS, Partner
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, ModelError, StepOrderError, check_bool, refuse
-from funcspec.leases import FEATURES, PROPOSALS, JaxLease, Lease, Partner, host_copy
+from funcspec.leases import JaxLease, Lease, host_copy
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, check_partner, framework_of, partner_model
 from funcspec.state import ARRAY_FIELDS, BLOCK_TABLES, DRAFTING, ROUND_START, SpecState, check_fields, check_phase, check_state
@@ -46,7 +47,7 @@ class Snapshot:
         fields: every small buffer but the block tables, as NumPy arrays.
         caches: the models' KV by role.
         framework: "torch" or "jax", what the state was of; no part of the value.
-        carried: what the state carries along, by the names in `funcspec.leases.CARRIED`; empty where no rule and no draft asks.
+        carried: what the state carries along, by the names in `funcspec.carried.CARRIED`; empty where no rule and no draft asks.
     """
 
     config: SpecConfig
@@ -265,6 +266,8 @@ def _copy_carried(lease: Lease | JaxLease, chosen: list[int], fields: dict[str, 
         found.update(zip(PROPOSALS, (logits, np.where(counts[:, :, None], totals, 0), points), strict=True))
     if FEATURES in held:
         found[FEATURES] = _copy_features(lease, host_copy(held[FEATURES])[chosen], fields)
+    if ROPE_POSITIONS in held:
+        found[ROPE_POSITIONS] = host_copy(held[ROPE_POSITIONS])[chosen]
     for values in found.values():
         values.flags.writeable = False
     return found
@@ -323,7 +326,8 @@ def _fill_caches(step: Transition, snapshot: Snapshot, models: Mapping[str, Mode
         if any(cache.rows is None for cache in snapshot.caches.values()):
             known = {role: model for role, model in models.items() if model is not None}
             tokens = snapshot.fields["tokens"][index].tolist()
-            step.ingest_row(known, own, tokens, counts, DEFAULT_CHUNK)
+            rope = snapshot.carried.get(ROPE_POSITIONS)
+            step.ingest_row(known, own, tokens, counts, DEFAULT_CHUNK, None if rope is None else rope[index])
     return blocks
 
 

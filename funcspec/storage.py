@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from funcspec import rules
+from funcspec.carried import PROPOSALS, Partner, carried_layout
 from funcspec.config import SpecConfig
 from funcspec.drafters.base import Drafter
 from funcspec.errors import ArgumentTypeError, FileError, FuncspecError, check_bool, refuse
 from funcspec.kernels.acceptance import AT_LENGTH
-from funcspec.leases import PROPOSALS, Partner, carried_layout
 from funcspec.models.base import Model
 from funcspec.partners import check_drafter, check_model, partner_of
 from funcspec.snapshots import Cache, Snapshot, cache_lengths, restore, snapshot
@@ -145,6 +145,8 @@ def _describe(cache: Cache) -> dict[str, Any]:
         model["features"] = {
             name: list(value) if isinstance(value, tuple) else value for name, value in asdict(partner.features).items() if value != ()
         }
+    if partner.rope_axes:
+        model["rope_axes"] = partner.rope_axes
     return {"model": model, "lengths": list(cache.lengths), "num_blocks": list(cache.num_blocks), "kv": cache.rows is not None}
 
 

@@ -103,6 +103,9 @@ def _sampling() -> Iterator[Bad]:
         yield _admit(f"temperature {wrong!r}", ArgumentTypeError, r"^temperature: expected a number, got", temperature=wrong)
     for wrong in ([], [0.5, 0.5], torch.tensor([0.5]), {0: 0.5}):
         yield _admit(f"temperature {wrong!r}", ArgumentError, r"^temperature: expected one value or 1, one a prompt", temperature=wrong)
+    for wrong in ([[[0, 1, 2]]], [None], 3, "abc"):
+        message = r"^rope_positions: expected None, as the target has none but its positions"
+        yield _admit(f"rope_positions {wrong!r}", ArgumentError, message, rope_positions=wrong)
     yield _admit(
         "temperature under greedy",
         ArgumentError,

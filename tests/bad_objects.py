@@ -139,6 +139,7 @@ def _steps() -> Iterator[Bad]:
         "any_active": lambda world, state: fs.any_active(state),
         "resume": lambda world, state: fs.resume(state, world.paused, donate=world.donate),
         "truncate": lambda world, state: fs.truncate(state, {0: 4}, donate=world.donate),
+        "lower_limits": lambda world, state: fs.lower_limits(state, {0: 4}, donate=world.donate),
         "capture": lambda world, state: fs.graphs.capture(fs.step_round, state, TARGET, DRAFTER),
         "one_round_late": lambda world, state: next(fs.graphs.one_round_late(world.turn, state)),
     }
@@ -155,7 +156,11 @@ def _steps() -> Iterator[Bad]:
         dead = r"^state: expected a live state for .+, got one .* consumed by release #\d+ \(donate=True\)\. Fix: use the state"
         yield Bad(f"{name}: dead", lambda world, step=step: step(world, world.dead), DonatedStateError, dead)
     order = {"prefill": "scored", "decode": "scored", "score": "scored", "verify": "scored", "step_round": "drafting", "accept": "state"}
-    order |= {"snapshot": "scored", "admit": "scored", "resume": "drafting", "truncate": "drafting", "one_round_late": "drafting"}
+    order |= {
+        "snapshot": "scored",
+        "admit": "scored",
+        **dict.fromkeys(("resume", "truncate", "lower_limits", "one_round_late"), "drafting"),
+    }
     for name, where in order.items():
         step = steps[name]
         yield Bad(
@@ -164,6 +169,9 @@ def _steps() -> Iterator[Bad]:
             StepOrderError,
             r"^state: expected phase '.+' for \w+, got '.+'\. Fix: ",
         )
+
+
+def _donations() -> Iterator[Bad]:
     for wrong in ("yes", 0, None):
         for name, call in {
             "prefill": lambda world, wrong=wrong: fs.prefill(world.state, DRAFTER, donate=wrong),
@@ -174,6 +182,7 @@ def _steps() -> Iterator[Bad]:
             "step_round": lambda world, wrong=wrong: fs.step_round(world.state, TARGET, DRAFTER, donate=wrong),
             "resume": lambda world, wrong=wrong: fs.resume(world.state, world.paused, donate=wrong),
             "truncate": lambda world, wrong=wrong: fs.truncate(world.state, {0: 4}, donate=wrong),
+            "lower_limits": lambda world, wrong=wrong: fs.lower_limits(world.state, {0: 4}, donate=wrong),
         }.items():
             yield Bad(f"{name}: donate {wrong!r}", call, ArgumentError, r"^donate: expected True or False, got")
 

@@ -111,6 +111,20 @@ def _truncates() -> Iterator[Bad]:
     yield from each("truncate: finish", NO_BOOLS, lambda world, wrong: truncate(world, {0: 4}, wrong), r"^finish: expected True or False")
 
 
+def _limits() -> Iterator[Bad]:
+    def lower(world: World, limits: Any) -> Any:
+        return fs.lower_limits(world.state, limits, donate=world.donate)
+
+    wrongs = (None, {}, "4", 2.5, True, [4], (0, 4))
+    yield from each("lower_limits: limits", wrongs, lower, r"^limits: expected a length for at least one row, or one for all, got")
+    wrongs = (0, -1, 33, True, 4.0, "4", None)
+    yield from each("lower_limits: length", wrongs, lambda world, wrong: lower(world, {0: wrong}), r"^limits: expected a length from 1 to")
+    numbers = r"^rows: expected row numbers from 0 to 2"
+    yield from each("lower_limits: row", (-1, 3, True, 0.0, "0", None), lambda world, wrong: lower(world, {wrong: 4}), numbers)
+    idle = r"^limits: expected rows that hold a request, got row 1, which is idle"
+    yield Bad("lower_limits: idle row", lambda world: lower(world, {0: 4, 1: 4}), ArgumentError, idle)
+
+
 def _files() -> Iterator[Bad]:
     wrongs = (None, "state", 3, CONFIG, fs.SpecState, fs.Snapshot)
     kind = r"^state: expected a SpecState( or a Snapshot)?, got"
@@ -166,9 +180,10 @@ def _hands() -> Iterator[Bad]:
         "snapshot": lambda world, state: fs.snapshot(state),
         "save": lambda world, state: fs.save(state, world.folder / "bad"),
         "truncate": lambda world, state: fs.truncate(state, {0: 4}),
+        "lower_limits": lambda world, state: fs.lower_limits(state, {0: 4}),
     }.items():
         message = r"^state\.tokens: expected"
         yield from each(f"{name}: tokens", wrongs, lambda world, wrong, use=use: use(world, put(world, tokens=wrong)), message)
 
 
-STATES = [bad for group in (_forks, _snapshots, _restores, _resumes, _truncates, _files, _hands) for bad in group()]
+STATES = [bad for group in (_forks, _snapshots, _restores, _resumes, _truncates, _limits, _files, _hands) for bad in group()]

@@ -26,7 +26,9 @@ CASES = [(bad, False) for bad in MATRIX] + [(bad, True) for bad in OF_STATES]
 NOT_HERE = {
     "funcspec.kernels": "operations: tests/kernels looks at what they refuse",
     "funcspec.transitions": "open steps, which only steps and drafters use",
+    "funcspec.carried": "what lies behind states",
     "funcspec.leases": "what lies behind states",
+    "funcspec.loading": "what the command line loads: tests/test_cli.py looks at what it refuses",
     "funcspec.drafters.": "checks that the functions of funcspec.drafters share",
     "funcspec.models.": "models of one kind, with tests of their own",
     "funcspec.exact": "the specification in NumPy, which tests give arrays to",

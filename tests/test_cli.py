@@ -14,6 +14,7 @@ from funcspec.cli import Printer, as_json, main, parser, report
 from funcspec.errors import ArgumentError
 from funcspec.generation import Emission
 from funcspec.jobs import Job, TimedComparison, compare, run_job
+from funcspec.loading import DRAFTERS, LOOKUPS
 from funcspec.metrics import Statistics, statistics
 from funcspec.models import ChecksumDraft, ChecksumModel, smollm2
 
@@ -89,7 +90,7 @@ def test_a_report_of_plain_decoding() -> None:
     assert "12 tokens" in text and "accepted by position" not in text
 
 
-WRONG_OPTIONS = ["--rule sampled", "--num-speculative-tokens -1", "--drafter medusa", "--max-tokens 0", "--threads 0"]
+WRONG_OPTIONS = ["--rule sampled", "--num-speculative-tokens -1", "--drafter magic", "--max-tokens 0", "--threads 0"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], *(["generate", *options.split()] for options in WRONG_OPTIONS)])
@@ -175,7 +176,7 @@ def test_colours_and_whole_characters(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_weights
-@pytest.mark.parametrize("drafter", ["eagle", "lookup", "lookup+standalone", "lookup+eagle"])
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("none", "standalone")])
 def test_every_drafter_gives_the_same_text(capsys: pytest.CaptureFixture[str], drafter: str) -> None:
     """A prompt with much to copy; the text ends at the stop string, exactly."""
     arguments = [
@@ -196,13 +197,14 @@ def test_every_drafter_gives_the_same_text(capsys: pytest.CaptureFixture[str], d
     plain, found = results
     assert found["text"] == plain["text"] == " three four, and one four three four, " and found["tokens"] == plain["tokens"]
     assert found["accepted"] > 0
-    assert (found["draft_seconds"] > 0) == (drafter != "lookup")
+    assert (found["draft_seconds"] > 0) == (drafter not in (*LOOKUPS, "fixed"))
 
 
 def test_every_model_that_drafts_is_timed() -> None:
     head, toy = FeatureDraft(), ChecksumDraft(spread=True)
     makers = (drafters.eagle(head), drafters.mtp(head), drafters.standalone(toy), drafters.parallel(toy, mask_id=96))
-    for drafter in (*makers, *(drafters.fallback(drafters.ngram(), one) for one in makers)):
+    both = (*(drafters.fallback(drafters.ngram(), one) for one in makers), drafters.cascade(drafters.ngram(), drafters.standalone(toy)))
+    for drafter in (*makers, *both):
         job = toy_job(target=FeatureTarget(spread=True), drafter=drafter)
         run = run_job(job)
         assert run.draft_seconds > 0 and run.outputs == run_job(toy_job(target=FeatureTarget(spread=True), drafter=None)).outputs
@@ -223,11 +225,14 @@ def test_prompts_from_a_file_with_a_bar(capsys: pytest.CaptureFixture[str], tmp_
 def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
+    own = "lookup, suffix, lookup+suffix, standalone, lookup+standalone, fixed or none with --target"
     for arguments, message in (
         (["--draft", "x"], "--draft: expected --target with it"),
         (["--target", "x", "--drafter", "standalone"], "--draft: expected a model directory for --drafter standalone"),
-        (["--target", "x", "--drafter", "eagle"], "--drafter: expected standalone, lookup or none with --target, got eagle"),
-        (["--target", "x", "--drafter", "lookup+eagle"], "--drafter: expected standalone, lookup or none with --target, got lookup+eagle"),
+        (["--target", "x", "--drafter", "eagle"], f"--drafter: expected {own}, got eagle"),
+        (["--target", "x", "--drafter", "lookup+eagle"], f"--drafter: expected {own}, got lookup+eagle"),
+        (["--drafter", "fixed", "--max-num-reqs", "1", "--prompt", "a", "--prompt", "b"], "--max-num-reqs: expected at least 2"),
+        (["--drafter", "fixed", "--rule", "ratio", "--temperature", "1"], "rule: "),
         (["--prompts-file", str(empty)], "--prompts-file: expected at least one line"),
         (["--prompts-file", str(tmp_path / "missing")], "--prompts-file: expected a readable text file"),
     ):
@@ -252,7 +257,7 @@ def model_directories(tmp_path: Path) -> tuple[str, str]:
     return names[0], names[1]
 
 
-@pytest.mark.parametrize("drafter", [None, "lookup", "standalone", "lookup+standalone"])
+@pytest.mark.parametrize("drafter", [None, "lookup", "suffix", "standalone", "lookup+standalone", "fixed"])
 def test_any_model_directory(capsys: pytest.CaptureFixture[str], model_directories: tuple[str, str], drafter: str | None) -> None:
     target, draft = model_directories
     arguments = ["generate", "--target", target, "--prompt", "abcabc", "--max-tokens", "10", "--json", "--compare", "--seed", "3"]
@@ -262,4 +267,5 @@ def test_any_model_directory(capsys: pytest.CaptureFixture[str], model_directori
         arguments += ["--drafter", drafter]
     assert main([*arguments, "--temperature", "0.8"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert drafter != "fixed" or found["accepted"] == found["drafted"] > 0
     assert len(found["tokens"]) == 10 and (found["identical"] or found["margin"] < 1e-2)

@@ -25,6 +25,7 @@ GROUPS: list[list[str]] = [
     ["pool"],
     ["interop"],
     ["state"],
+    ["carried"],
     ["leases"],
     ["transitions.*", "transitions"],
     ["rules"],

@@ -93,12 +93,12 @@ def test_heads_for_another_cache_are_refused() -> None:
 
 def test_configurations_that_cannot_be_are_refused() -> None:
     for layers in ((), (1, 2), [1]):
-        with pytest.raises(ModelError, match="^cache_layers: expected a tuple of 1, one for each layer"):
+        with pytest.raises(ModelError, match=r"^cache_layers: expected a tuple of 1, one for each layer"):
             QueryConfig(**SHAPE, target_layers=(3,), cache_layers=layers)
-    with pytest.raises(ModelError, match="^cache_layers: expected layer numbers of the target"):
+    with pytest.raises(ModelError, match=r"^cache_layers: expected layer numbers of the target"):
         FeatureSpec((1,), 8, cache_layers=(-1,))
     head = random_query_head(CONFIG)
-    with pytest.raises(ArgumentTypeError, match="^config: expected a QueryConfig"):
+    with pytest.raises(ArgumentTypeError, match=r"^config: expected a QueryConfig"):
         QueryHead(random_head(CONFIGS["mtp"]).config, head.weights)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="^config: expected a QueryConfig"):
+    with pytest.raises(ArgumentTypeError, match=r"^config: expected a QueryConfig"):
         JaxQueryHead.from_torch(random_head(CONFIGS["mtp"]))

@@ -96,6 +96,8 @@ class ForwardBatch:
         hidden_layers: layers whose hidden states are wanted too.
         features: for drafts with a `FeatureSpec`: float32 [R * C, F], those of the first C places of each row, row by row; or
             [R, feedback] in a pass of one place a row that goes on from the draft's own.
+        rope_positions: for models with an attribute `rope_axes`, A: [A, T] positions to rotate by (M-RoPE), 0 where there is no token.
+            `positions` still say what is seen and where it lies in the cache.
     """
 
     input_ids: Array
@@ -108,11 +110,22 @@ class ForwardBatch:
     max_query_len: int
     hidden_layers: tuple[int, ...] = ()
     features: Array | None = None
+    rope_positions: Array | None = None
 
 
 jax.tree_util.register_dataclass(
     ForwardBatch,
-    data_fields=["input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping", "block_tables", "logits_indices", "features"],
+    data_fields=[
+        "input_ids",
+        "positions",
+        "query_start_loc",
+        "seq_lens",
+        "slot_mapping",
+        "block_tables",
+        "logits_indices",
+        "features",
+        "rope_positions",
+    ],
     meta_fields=["max_query_len", "hidden_layers"],
 )
 

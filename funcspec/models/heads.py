@@ -39,6 +39,8 @@ class EagleConfig(LlamaConfig):
         outer_norms: whether the first layer normalises what it reads, and the output matrix what it is applied to. EAGLE-1 and 2 as they
             were published have neither norm.
         fc_bias: whether a bias is added to what fc gives.
+        residual_multiplier: width of the target's hidden states in hidden sizes, for targets that hand over several residual streams
+            side by side; more than 1 with "eagle3" only.
         feedback: what the head hands to its own next pass: "normalised" is what the output matrix is applied to, "raw" the residual stream
             before that norm. By default the former with "eagle", the latter with the others.
 
@@ -56,6 +58,7 @@ class EagleConfig(LlamaConfig):
     outer_norms: bool = True
     fc_bias: bool = False
     feedback: Feedback | None = None
+    residual_multiplier: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +68,9 @@ class EagleConfig(LlamaConfig):
             refuse("num_layers", "at least 1", self.num_layers, "check the configuration", ModelError)
         if not isinstance(self.target_layers, tuple):
             refuse("target_layers", "a tuple of layer numbers", repr(self.target_layers), "write (number,)", ArgumentTypeError)
-        count = len(self.target_layers)
+        count, streams = len(self.target_layers), self.residual_multiplier
+        if not isinstance(streams, int) or streams < 1 or (streams > 1 and self.style != "eagle3"):
+            refuse("residual_multiplier", "1, or more with 'eagle3'", repr(streams), "combine the streams with 'eagle3'", ModelError)
         if self.style == "eagle3" and count < 2:
             refuse("target_layers", "two or more with 'eagle3'", self.target_layers, "use the style 'eagle' for one", ModelError)
         if self.style != "eagle3" and count != 1:
@@ -83,7 +88,8 @@ class EagleConfig(LlamaConfig):
     @property
     def features(self) -> FeatureSpec:
         """What the head reads of the target."""
-        return FeatureSpec(self.target_layers, len(self.target_layers) * self.hidden_size, feedback=self.hidden_size)
+        size = len(self.target_layers) * self.hidden_size * self.residual_multiplier
+        return FeatureSpec(self.target_layers, size, feedback=self.hidden_size)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all weights but the optional "head"; matrices are [output, input]."""

@@ -78,6 +78,7 @@ class HuggingFaceModel:
         max_len: number of positions.
         kv_spec: entries "key" and "value" of shape (kv_heads, head_dim); further pairs "key_1", "value_1", ... for layers of other shapes.
         vocab_fingerprint: digest of the vocabulary where it is known: drafter and target must agree in it.
+        rope_axes: rotary positions of a token, 3 for models with M-RoPE; 0 where its position is the only one.
     """
 
     lm: Any = field(repr=False)
@@ -86,6 +87,7 @@ class HuggingFaceModel:
     max_len: int
     kv_spec: KVSpec
     vocab_fingerprint: str | None = None
+    rope_axes: int = 0
     _layers: tuple[AttentionLayer, ...] = field(default=(), repr=False)
     _selects: bool = field(default=True, repr=False)
 
@@ -127,7 +129,7 @@ class HuggingFaceModel:
         selected = {"logits_to_keep": wanted.long()} if self._selects and wanted is not None else {}
         output = self.lm(
             input_ids=batch.input_ids.long()[None],
-            position_ids=batch.positions.long()[None],
+            position_ids=(batch.positions[None] if batch.rope_positions is None else batch.rope_positions[:, None]).long(),
             use_cache=False,
             output_hidden_states=bool(batch.hidden_layers),
             return_dict=True,
@@ -193,7 +195,7 @@ def huggingface(lm: Any, *, max_len: int | None = None, kv_dtype: torch.dtype | 
             ModelError,
         )
     spec, layers = _lay_out(calls, kv_dtype)
-    model = HuggingFaceModel(twin, logits.shape[1], input_vocab_size, limit, spec, None, layers, selects)
+    model = HuggingFaceModel(twin, logits.shape[1], input_vocab_size, limit, spec, None, _rope_axes(twin), layers, selects)
     _check_rows_do_not_mix(model)
     return model
 
@@ -276,6 +278,12 @@ def _smallest(name: str, rotary: Mapping[str, Any], otherwise: int | None) -> in
     """The smallest length of that name in the rotary parameters, which may be nested by kind of layer, or `otherwise`."""
     nested = [rotary, *(inner for inner in rotary.values() if isinstance(inner, Mapping))]
     return min((int(inner[name]) for inner in nested if inner.get(name)), default=otherwise)
+
+
+def _rope_axes(twin: Any) -> int:
+    """Rotary positions of a token: one for each section that a head is cut into, or 0."""
+    rotary = getattr(twin.config.get_text_config(), "rope_parameters", None) or {}
+    return len(rotary.get("mrope_section") or ())
 
 
 def _fix_rotary_embeddings(twin: Any) -> None:

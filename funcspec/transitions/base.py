@@ -8,6 +8,8 @@ in JAX a new array. Where arrays live, who may write them and what a new state i
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from funcspec.errors import refuse
 from funcspec.models.base import Array, Model
 from funcspec.transitions.drafting import Drafting
@@ -19,7 +21,13 @@ class Transition(Drafting, Judging):
     """A step in progress. Drafters and rules work on it and never see how purity, donation and copy-on-write are done."""
 
     def ingest_row(
-        self, models: Mapping[str, Model], blocks: Mapping[str, Any], tokens: Sequence[int], counts: Mapping[str, int], chunk: int
+        self,
+        models: Mapping[str, Model],
+        blocks: Mapping[str, Any],
+        tokens: Sequence[int],
+        counts: Mapping[str, int],
+        chunk: int,
+        rope: np.ndarray | None = None,
     ) -> Ingested:
         """Feed the first tokens of a row to all models.
 
@@ -29,19 +37,21 @@ class Transition(Drafting, Judging):
             tokens: token ids of the row.
             counts: by role, how many positions are to be fed; those of a draft that reads hidden states are the target's too.
             chunk: most tokens in a pass.
+            rope: [A, L] rotary positions of the row, if the target has its own.
 
         Returns:
             what feeding the target gave.
         """
         spec = self.partners["draft"].features if "draft" in models else None
         layers = () if spec is None else spec.layers
-        target = self.ingest("target", models["target"], blocks["target"], tokens[: counts["target"]], chunk, layers=layers)
+        target = self.ingest("target", models["target"], blocks["target"], tokens[: counts["target"]], chunk, layers=layers, rope=rope)
         if spec is not None:
             check_states("target", (target.features,), 1, (counts["target"], spec.size))
         if "draft" in models and not (spec and spec.cache_layers):  # such a draft has nothing of its own to fill
             count, ahead = counts["draft"], 0 if spec is None else spec.ahead
             features = None if target.features is None else target.features[:count]
-            self.ingest("draft", models["draft"], blocks["draft"], tokens[ahead : ahead + count], chunk, features=features)
+            own = rope if self.partners["draft"].rope_axes else None
+            self.ingest("draft", models["draft"], blocks["draft"], tokens[ahead : ahead + count], chunk, features=features, rope=own)
         return target
 
     def wanted(self, num_draft: object) -> Array:

@@ -8,18 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from funcspec.carried import Partner
 from funcspec.config import SpecConfig
 from funcspec.errors import ModelError
 from funcspec.kernels.choose_tokens import choose_tokens_
 from funcspec.kernels.op import Op
+from funcspec.kernels.rope_positions import rope_positions_
 from funcspec.kernels.window_inputs import window_inputs_
-from funcspec.leases import Partner
 from funcspec.models.base import Array, ForwardBatch, Model
 from funcspec.noise import DRAFT
 from funcspec.state import SpecState
-from funcspec.transitions.shapes import Shapes, choice_shapes, window_shapes
+from funcspec.transitions.shapes import Shapes, choice_shapes, rope_shapes, window_shapes
 
 Kind = Literal["an int32", "a float"]
 """Elements of an array that a caller passes; floats are float32, bfloat16 or float16."""
@@ -182,8 +184,18 @@ class Framework(ABC):
             table,
             None if all_logits or width == 1 else out["out_last_token_indices"],
             width,
+            rope_positions=self._turned(role, out["out_token_rows"], out["out_positions"]),
         )
         return Window(batch, out["out_token_rows"])
+
+    def _turned(self, role: str, token_rows: Array, positions: Array) -> Array | None:
+        """Rotary positions [A, T], for models that have their own."""
+        axes = self.partners[role].rope_axes
+        if not axes:
+            return None
+        out = self.scratch(role, rope_shapes, axes, positions.shape[0])
+        table = self.rope_positions()
+        return self.run(rope_positions_, table=table, token_rows=token_rows, positions=positions, **out)["out_rope_positions"]
 
     def choose(
         self,
@@ -256,7 +268,7 @@ class Framework(ABC):
 
     @abstractmethod
     def proposals(self, *, write: bool = False) -> Mapping[str, Array]:
-        """What this round's drafts were drawn from, by the names in `funcspec.leases.PROPOSALS`.
+        """What this round's drafts were drawn from, by the names in `funcspec.carried.PROPOSALS`.
 
         Args:
             write: whether they will be written. To read them, the result may be empty: nothing was drafted.
@@ -268,11 +280,15 @@ class Framework(ABC):
 
     @abstractmethod
     def features(self, *, write: bool = False) -> Array:
-        """What the draft reads of hidden states, [R, K + 1, F] float32; see `funcspec.leases.carried_layout`.
+        """What the draft reads of hidden states, [R, K + 1, F] float32; see `funcspec.carried.carried_layout`.
 
         Args:
             write: whether they will be written.
         """
+
+    @abstractmethod
+    def rope_positions(self) -> Array:
+        """Rotary positions [R, A, L] int32 of models that have their own, to read; see `funcspec.carried.carried_layout`."""
 
     @abstractmethod
     def put_carried(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
@@ -356,6 +372,7 @@ class Framework(ABC):
         *,
         layers: tuple[int, ...] = (),
         features: torch.Tensor | None = None,
+        rope: np.ndarray | None = None,
     ) -> "Ingested":
         """Feed the first tokens of a row into blocks that `reserve` returned, `chunk` at a time.
 
@@ -367,6 +384,7 @@ class Framework(ABC):
             chunk: most tokens in a pass.
             layers: hidden states to return.
             features: [len(tokens), F] what a draft reads besides; then no logits are asked for.
+            rope: [A, at least len(tokens)] rotary positions, for models that have their own.
         """
 
     @abstractmethod

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from funcspec.carried import CARRIED, FEATURES, PROPOSALS, ROPE_POSITIONS
 from funcspec.config import SpecConfig
 from funcspec.constants import PAD_SLOT
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.interop import jax_dtype, lift
 from funcspec.kernels.op import Op, next_power_of_2
-from funcspec.leases import CARRIED, FEATURES, PROPOSALS, JaxLease, host_copy
+from funcspec.leases import JaxLease, host_copy
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import refuse_reservation
 from funcspec.state import ARRAY_FIELDS, SpecState, field_shape, name_step
@@ -74,6 +75,10 @@ class JaxTransition(Transition):
     def features(self, *, write: bool = False) -> jax.Array:
         """They are part of every state whose draft reads hidden states."""
         return self.kv["carried"][FEATURES]
+
+    def rope_positions(self) -> jax.Array:
+        """They are part of every state whose target has some."""
+        return self.kv["carried"][ROPE_POSITIONS]
 
     def put_carried(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
         """Make them anew."""
@@ -177,10 +182,11 @@ class JaxTransition(Transition):
         *,
         layers: tuple[int, ...] = (),
         features: torch.Tensor | None = None,
+        rope: np.ndarray | None = None,
     ) -> Ingested:
         """Feed tokens in padded passes of one row."""
         owned = self.kv[role] is not self._lease.kv[role]  # the first pass leaves the caller's KV as it is, later ones work in place
-        settings: dict[str, Any] = {"owned": owned, "layers": layers, "features": features}
+        settings: dict[str, Any] = {"owned": owned, "layers": layers, "features": features, "rope": rope}
         self.kv[role], found = ingest(model, self.kv[role], blocks, tokens, chunk, self.config, **settings)
         return found
 
@@ -224,6 +230,7 @@ def ingest(
     owned: bool,
     layers: tuple[int, ...] = (),
     features: torch.Tensor | None = None,
+    rope: np.ndarray | None = None,
 ) -> tuple[Mapping[str, Any], Ingested]:
     """Feed the first tokens of one row to its blocks, `chunk` at a time, in passes padded to a power of two places.
 
@@ -235,7 +242,7 @@ def ingest(
         chunk: most tokens in a pass.
         config: the state's configuration.
         owned: whether `kv` may be donated to the first pass; later passes work in place in any case.
-        layers, features: as for `Framework.ingest`.
+        layers, features, rope: as for `Framework.ingest`.
 
     Returns:
         the new KV, and what was found on the way.
@@ -258,7 +265,10 @@ def ingest(
         if features is not None:
             rows = features[start : start + len(part)].cpu()
             fed = jnp.array(torch.nn.functional.pad(rows, (0, 0, 0, width - len(part))).numpy())
-        batch = ForwardBatch(ids, at, starts, seen, slots, table, last, width, layers, fed)
+        turned = None
+        if rope is not None:
+            turned = jnp.array(np.pad(rope[:, start : start + len(part)], ((0, 0), (0, width - len(part)))).astype(np.int32))
+        batch = ForwardBatch(ids, at, starts, seen, slots, table, last, width, layers, fed, turned)
         run = _checked if opaque else _in_place if owned else _copied
         kv, logits, hidden = run(model, kv, batch, wanted)
         if layers:

@@ -18,6 +18,11 @@ def window_shapes(rows: int, width: int, choices: int) -> Shapes:
     return {**dict.fromkeys(places, ((rows * width,), torch.int32)), **by_row}
 
 
+def rope_shapes(axes: int, places: int) -> Shapes:
+    """Outputs of `rope_positions_`."""
+    return {"out_rope_positions": ((axes, places), torch.int32)}
+
+
 def choice_shapes(count: int, vocab_size: int) -> Shapes:
     """Outputs and workspace of `choose_tokens_`."""
     partials = (count, choose_tokens_partials(vocab_size))
@@ -56,4 +61,4 @@ def in_blocks(tokens: torch.Tensor, num_blocks: int, block_size: int) -> torch.T
     return padded.view(num_layers, num_blocks, block_size, *shape)
 
 
-__all__ = ["Shapes", "choice_shapes", "in_blocks", "judging_shapes", "recovery_shapes", "summing_shapes", "window_shapes"]
+__all__ = ["Shapes", "choice_shapes", "in_blocks", "judging_shapes", "recovery_shapes", "rope_shapes", "summing_shapes", "window_shapes"]

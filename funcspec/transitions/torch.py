@@ -9,13 +9,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from funcspec.carried import CARRIED, FEATURES, LASTING, PROPOSALS, ROPE_POSITIONS, new_carried
 from funcspec.constants import NO_TOKEN
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.kernels.kv_cache import copy_blocks_
 from funcspec.kernels.op import Op
-from funcspec.leases import CARRIED, FEATURES, PROPOSALS, Buffers, Lease, new_carried
+from funcspec.leases import Buffers, Lease
 from funcspec.models.base import ForwardBatch, Model
 from funcspec.pool import STRANGER, BlockCopies, Branch, Pool, RowBlocks
 from funcspec.state import ARRAY_FIELDS, ROUND_START, SpecState, name_step
@@ -89,6 +91,10 @@ class TorchTransition(Transition):
     def features(self, *, write: bool = False) -> torch.Tensor:
         """The input's, to read; to write, those of the new state."""
         return self._carried((FEATURES,), write=write)[FEATURES]
+
+    def rope_positions(self) -> torch.Tensor:
+        """The input's, to read."""
+        return self._carried((ROPE_POSITIONS,), write=False)[ROPE_POSITIONS]
 
     def put_carried(self, rows: Sequence[int], values: Mapping[str, Any]) -> None:
         """Copy into those of the new state."""
@@ -196,7 +202,7 @@ class TorchTransition(Transition):
         """Make the new state; a donated input dies here."""
         if phase == ROUND_START and self.draft is not None:
             self.draft = self.draft.release_guard()
-        self._inherit(CARRIED if self._donate or phase != ROUND_START else (FEATURES,))
+        self._inherit(CARRIED if self._donate or phase != ROUND_START else LASTING)
         lease = self._lease
         new = Lease(self.fields, self.name, self.target, self.draft, lease.models, self.known_num_tokens, phase, stamp, draft_steps)
         if self._donate:
@@ -217,9 +223,11 @@ class TorchTransition(Transition):
         *,
         layers: tuple[int, ...] = (),
         features: torch.Tensor | None = None,
+        rope: np.ndarray | None = None,
     ) -> Ingested:
         """Feed tokens in passes of one row."""
-        return ingest(model, self._branch(role).pool, blocks, tokens, chunk, self.config.device, layers=layers, features=features)
+        settings: dict[str, Any] = {"layers": layers, "features": features, "rope": rope}
+        return ingest(model, self._branch(role).pool, blocks, tokens, chunk, self.config.device, **settings)
 
     def put_cache(self, role: str, blocks: RowBlocks, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the role's pool."""
@@ -319,6 +327,7 @@ def ingest(
     *,
     layers: tuple[int, ...] = (),
     features: torch.Tensor | None = None,
+    rope: np.ndarray | None = None,
 ) -> Ingested:
     """Feed the first tokens of one row to its blocks of a pool, `chunk` at a time; see `Framework.ingest`."""
     logits, found = None, []
@@ -333,7 +342,8 @@ def ingest(
         bounds = torch.tensor([0, len(part), positions.stop, len(part) - 1], dtype=torch.int32).to(device)
         fed = None if features is None else features[start : positions.stop]
         last = bounds[3 : 3 + wanted]
-        batch = ForwardBatch(inputs[0], inputs[1], bounds[:2], bounds[2:3], inputs[2], table, last, len(part), layers, fed)
+        turned = None if rope is None else torch.tensor(rope[:, start : positions.stop], dtype=torch.int32).to(device)
+        batch = ForwardBatch(inputs[0], inputs[1], bounds[:2], bounds[2:3], inputs[2], table, last, len(part), layers, fed, turned)
         logits, hidden = run_model(model, pool, batch, wanted)
         if layers:
             found.append(torch.cat(hidden, 1).float())
