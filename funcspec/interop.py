@@ -41,6 +41,7 @@ TRAITS = (
     "num_layers",
     "num_heads",
     "input_vocab_size",
+    "output_token_ids",
     "residual_multiplier",
     "rope_axes",
     "vocab_fingerprint",

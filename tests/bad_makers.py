@@ -30,7 +30,7 @@ from funcspec.drafters import (
 from funcspec.errors import ArgumentError, ArgumentTypeError, FuncspecError, ModelError
 from funcspec.interop import jax_dtype, jax_model, lift
 from funcspec.kernels.append_drafts import append_drafts_
-from funcspec.models import ChecksumDraft, ChecksumModel, TableModel, from_logits, huggingface
+from funcspec.models import ChecksumDraft, ChecksumModel, TableModel, from_logits, huggingface, match_vocabularies, shared_vocabulary
 from funcspec.models.llama import Llama, LlamaConfig, random_llama
 from funcspec.rules import Rule
 
@@ -249,4 +249,63 @@ def _others() -> Iterator[Bad]:
     yield from _refused("lift: written argument", wrongs, lambda wrong: lift(append_drafts_)(tokens=wrong), words, ArgumentTypeError)
 
 
-MAKERS = [bad for group in (_with_models, _without_models, _early_exits, _proposals, _models, _others) for bad in group()]
+def _vocabularies() -> Iterator[Bad]:
+    """Of a target of 11 tokens and a draft of 17, two of which are shared."""
+    fit: dict[str, Any] = {"target_ids": [3, 9], "draft_ids": [16, 4], "target_vocab_size": 11, "unknown_id": 14}
+
+    def shared(argument: str, wrong: Any) -> Any:
+        arguments = {"model": ChecksumDraft(vocab_size=17), **fit, argument: wrong}
+        ids = {name: np.array(value, np.int32) for name, value in arguments.items() if isinstance(value, list)}
+        return shared_vocabulary(**(arguments | ids))
+
+    kinds = (None, "abc", (3, 9), {3, 9}, np.array([3, 9]), torch.tensor([3, 9]), torch.tensor([3.0, 9]), [[3, 9]], [[3], [9]])
+    both = "11 tokens of the target and 17 of the draft"
+    table: list[tuple[str, str, Any, str, type[Exception]]] = [
+        ("model", "", NO_MODELS, r"a Model \(vocab_size, max_len, kv_spec, forward\), got", ArgumentTypeError),
+        ("model", " that reads states", (FeatureDraft(),), "a language model, got a draft that reads hidden states", ModelError),
+        ("target_vocab_size", "", NO_INTS, "an int, got", ArgumentTypeError),
+        ("target_vocab_size", "", (0, -11), "at least 1, got", ArgumentError),
+        ("unknown_id", "", NO_INTS, "an int, got", ArgumentTypeError),
+        ("unknown_id", "", (-1,), "at least 0, got -1", ArgumentError),
+        ("unknown_id", "", (17, 2**31), f"an id of the draft, from 0 to 16, for {both}, got", ArgumentError),
+        ("draft_ids", "", ([16], [16, 4, 5]), r"2 ids, one for each of target_ids, got \d", ArgumentError),
+    ]
+    for name, most in (("target_ids", 10), ("draft_ids", 16)):
+        table += [
+            (name, " as", kinds, "a one-dimensional int32 array, got", ArgumentTypeError),
+            (name, "", ([],), f"at least one id, for {both}, got none", ArgumentError),
+            (name, "", ([3, most + 1], [-1, 3]), f"ids from 0 to {most}, for {both}, got ids from -?\\d+ to \\d+", ArgumentError),
+            (name, "", ([3, 3],), f"distinct ids, for {both}, got 1 distinct of 2", ArgumentError),
+        ]
+    for argument, kind, wrongs, words, error in table:
+        call = lambda wrong, argument=argument: shared(argument, wrong)  # noqa: E731
+        yield from _refused(f"shared_vocabulary: {argument}{kind}", wrongs, call, f"^{argument}: expected {words}", error)
+    small = "^target_ids: expected ids from 0 to 4, for 5 tokens of the target and 17 of the draft, got ids from 3 to 9"
+    yield from _refused("shared_vocabulary: target of", (5,), lambda wrong: shared("target_vocab_size", wrong), small, ArgumentError)
+    for size, words in ((14, "^unknown_id: expected .* 0 to 13, for 11 .* and 14 of"), (15, "^draft_ids: expected .* 0 to 14, for 11 .*")):
+        call = lambda wrong: shared("model", ChecksumDraft(vocab_size=wrong))  # noqa: E731
+        yield from _refused("shared_vocabulary: draft of", (size,), call, words, ArgumentError)
+    yield from _unlike_vocabularies()
+
+
+def _unlike_vocabularies() -> Iterator[Bad]:
+    """What are no vocabularies, and two that share nothing."""
+    table: list[tuple[Any, str, type[Exception]]] = [
+        ((None, "ab", ["a"], [("a", 0)], ChecksumDraft()), "a mapping of tokens to ids, got", ArgumentTypeError),
+        (({"a": 0.0}, {"a": None}, {"a": True}, {"a": "0"}, {b"a": 0}, {0: "a"}), "a mapping of strings to ints, got", ArgumentTypeError),
+        (({"a": -1}, {"a": 2**31}), r"ids from 0 to 2147483647, got -?\d+ for 'a'", ArgumentError),
+        (({"a": 0, "b": 0}, {"a": 0, "b": 1, "c": 1}), r"one token for each id, got \d ids for \d tokens", ArgumentError),
+    ]
+    for wrongs, words, error in table:
+        for argument, make in (
+            ("target_tokens", lambda wrong: match_vocabularies(wrong, {"a": 0})),
+            ("draft_tokens", lambda wrong: match_vocabularies({"a": 0}, wrong)),
+        ):
+            yield from _refused(f"match_vocabularies: {argument}", wrongs, make, f"^{argument}: expected {words}", error)
+    nothing = "^draft_tokens: expected at least one token that the target has too, got none among 1 of the target and {} of the draft"
+    for other in ({}, {"b": 0}, {"b": 0, "c": 4}):
+        call = lambda wrong: match_vocabularies({"a": 0}, wrong)  # noqa: E731
+        yield from _refused("match_vocabularies: apart", (other,), call, nothing.format(len(other)), ArgumentError)
+
+
+MAKERS = [bad for group in (_with_models, _without_models, _early_exits, _proposals, _models, _vocabularies, _others) for bad in group()]

@@ -328,4 +328,4 @@ def _scores() -> Iterator[Bad]:
     yield bad("logits float64", FuncspecError, double, lambda world: replace(world.scores, logits=world.scores.logits.double()))
 
 
-OBJECTS = [bad for group in (_inits, _steps, _foreign_targets, _foreign_drafters, _forwards, _scores) for bad in group()]
+OBJECTS = [bad for group in (_inits, _steps, _donations, _foreign_targets, _foreign_drafters, _forwards, _scores) for bad in group()]

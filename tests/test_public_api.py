@@ -29,6 +29,7 @@ NAMES = [
     "init",
     "interop",
     "load",
+    "lower_limits",
     "models",
     "prefill",
     "release",

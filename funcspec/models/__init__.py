@@ -3,6 +3,7 @@
 from funcspec.models.base import ForwardBatch, KVEntry, KVSpec, Model
 from funcspec.models.functions import from_logits
 from funcspec.models.huggingface import HuggingFaceModel, huggingface
+from funcspec.models.shared_vocabulary import match_vocabularies, shared_vocabulary
 from funcspec.models.toy import ChecksumDraft, ChecksumModel, TableModel
 
 __all__ = [
@@ -16,4 +17,6 @@ __all__ = [
     "TableModel",
     "from_logits",
     "huggingface",
+    "match_vocabularies",
+    "shared_vocabulary",
 ]
