@@ -52,8 +52,8 @@ def check_drafter(drafter: object) -> None:
         fix = "wrap a model with funcspec.drafters.standalone"
         refuse("drafter", "a drafter or None", type_name(drafter), fix, ArgumentTypeError)
     proposal, ids = drafter.proposal, drafter.token_ids
-    if not isinstance(proposal, str) or proposal not in ("sampled", "point"):
-        refuse("drafter.proposal", "'sampled' or 'point'", repr(proposal)[:60], "say how drafts are made", ModelError)
+    if not isinstance(proposal, str) or proposal not in ("sampled", "argmax", "point"):
+        refuse("drafter.proposal", "'sampled', 'argmax' or 'point'", repr(proposal)[:60], "say how drafts are made", ModelError)
     fits = isinstance(ids, torch.Tensor | jax.Array) and ids.ndim == 1 and str(ids.dtype).removeprefix("torch.") == "int32"
     if ids is not None and not fits:
         found = getattr(ids, "dtype", type(ids).__name__)

@@ -254,7 +254,7 @@ def _drafting_step(
     if not hasattr(drafter, "first"):
         refuse("drafter", "a drafter", type(drafter).__name__, "call verify alone to decode without drafts", ArgumentTypeError)
     step = open_step(state, name, donate=donate)
-    step.proposes_points = drafter.proposal == "point"
+    step.proposes_points, step.drafts_argmax = drafter.proposal != "sampled", drafter.proposal == "argmax"
     if first:
         drafter.first(step, step.wanted(num_draft))
     else:

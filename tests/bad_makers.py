@@ -12,6 +12,8 @@ from refusals import CONFIG, DRAFTER, INF, NAN, TARGET, Bad, each
 
 import funcspec as fs
 from funcspec.drafters import (
+    Drafter,
+    argmax,
     best_of,
     cascade,
     dflash,
@@ -131,6 +133,13 @@ def _without_models() -> Iterator[Bad]:
         yield from _refused(f"{name}: second", wrongs, lambda wrong, make=make: make(ngram(), wrong), r"^second: expected a drafter")
     words = r"^one_pass: expected True or False"
     yield from _refused("cascade: one_pass", (None, 1, "yes"), lambda wrong: cascade(ngram(), DRAFTER, one_pass=wrong), words)
+
+
+def _argmaxes() -> Iterator[Bad]:
+    words = r"^drafter: expected a drafter of funcspec\.drafters, got"
+    yield from _refused("argmax: drafter", (None, "ngram", 3, ChecksumDraft(), standalone, Drafter), argmax, words, ArgumentTypeError)
+    points = (ngram(), suffix(), fixed([[1]]))
+    yield from _refused("argmax: points", points, argmax, r"^drafter: expected a drafter with a model, got", ModelError)
 
 
 def _early_exits() -> Iterator[Bad]:
@@ -308,4 +317,5 @@ def _unlike_vocabularies() -> Iterator[Bad]:
         yield from _refused("match_vocabularies: apart", (other,), call, nothing.format(len(other)), ArgumentError)
 
 
-MAKERS = [bad for group in (_with_models, _without_models, _early_exits, _proposals, _models, _vocabularies, _others) for bad in group()]
+GROUPS = (_argmaxes, _with_models, _without_models, _early_exits, _proposals, _models, _vocabularies, _others)
+MAKERS = [bad for group in GROUPS for bad in group()]

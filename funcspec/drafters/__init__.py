@@ -1,5 +1,6 @@
 """Drafters: the protocol, and one file for each kind."""
 
+from funcspec.drafters.argmax import argmax
 from funcspec.drafters.base import Drafter
 from funcspec.drafters.best_of import BestOf, best_of
 from funcspec.drafters.cascade import Cascade, cascade
@@ -31,6 +32,7 @@ __all__ = [
     "Proposer",
     "Standalone",
     "Suffix",
+    "argmax",
     "best_of",
     "cascade",
     "dflash",

@@ -9,6 +9,13 @@ if TYPE_CHECKING:
     from funcspec.transitions import Transition
 
 
+Proposal = Literal["sampled", "argmax", "point"]
+"""Drafts are drawn from a distribution of the drafter at the row's temperature, are its model's likeliest tokens, or are just proposed.
+
+Those that are not sampled are judged as points.
+"""
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Anything with these members can draft; no base class and no registry is needed.
@@ -17,8 +24,8 @@ class Drafter(Protocol):
     """
 
     @property
-    def proposal(self) -> Literal["sampled", "point"]:
-        """Whether drafts are drawn from a distribution of the drafter, or are just proposed."""
+    def proposal(self) -> Proposal:
+        """How drafts are made."""
         ...
 
     @property

@@ -1,11 +1,12 @@
 """Two drafters, one drafting for the other: the second judges what the first proposes, in one pass."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax
 
 from funcspec.config import SpecConfig
+from funcspec.drafters.base import Proposal
 from funcspec.drafters.proposals import Proposer
 from funcspec.drafters.standalone import Standalone
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
@@ -25,7 +26,7 @@ class Cascade:
     one_pass: bool = True
 
     @property
-    def proposal(self) -> Literal["sampled", "point"]:
+    def proposal(self) -> Proposal:
         """What the second one's drafts are: all drafts are its own."""
         return self.second.proposal
 

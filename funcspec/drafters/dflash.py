@@ -1,11 +1,12 @@
 """DFlash: a block of mask tokens over the target's hidden states, filled in one pass without causality."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from funcspec.config import SpecConfig
+from funcspec.drafters.base import Proposal
 from funcspec.drafters.masks import check_mask, check_mask_is_readable
 from funcspec.drafters.pairs import check_draft, check_pair
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
@@ -24,7 +25,7 @@ class BlockDrafter:
     mask_id: int
     token_ids: Array | None = None
     anchor: bool = False
-    proposal: Literal["sampled", "point"] = "sampled"
+    proposal: Proposal = "sampled"
     one_pass: ClassVar[bool] = True
 
     @property

@@ -1,11 +1,12 @@
 """EAGLE: a small head over the target's own hidden states drafts one token a step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax
 
 from funcspec.config import SpecConfig
+from funcspec.drafters.base import Proposal
 from funcspec.drafters.pairs import check_draft, check_pair
 from funcspec.errors import ModelError, refuse
 from funcspec.models.base import Array, Model
@@ -20,7 +21,7 @@ class Eagle:
 
     model: Model
     token_ids: Array | None = None
-    proposal: Literal["sampled", "point"] = "sampled"
+    proposal: Proposal = "sampled"
 
     @property
     def kv_model(self) -> Model:

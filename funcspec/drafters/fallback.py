@@ -1,12 +1,12 @@
 """Two drafters as one: the second drafts for the rows where the first finds nothing."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import jax
 
 from funcspec.config import SpecConfig
-from funcspec.drafters.base import Drafter
+from funcspec.drafters.base import Drafter, Proposal
 from funcspec.drafters.proposals import Proposer, place_proposals
 from funcspec.errors import ArgumentTypeError, ModelError, refuse
 from funcspec.models.base import Array, Model
@@ -23,7 +23,7 @@ class Fallback:
     second: Drafter
 
     @property
-    def proposal(self) -> Literal["sampled", "point"]:
+    def proposal(self) -> Proposal:
         """What the second one's drafts are; those of the first are points."""
         return self.second.proposal
 

@@ -1,11 +1,12 @@
 """Medusa: heads over the target's last hidden state, each of which foresees one token."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from funcspec.config import SpecConfig
+from funcspec.drafters.base import Proposal
 from funcspec.drafters.pairs import check_draft, check_pair
 from funcspec.errors import ModelError, refuse
 from funcspec.models.base import Array, Model
@@ -21,7 +22,7 @@ class Medusa:
 
     heads: Model
     token_ids: Array | None = None
-    proposal: Literal["sampled", "point"] = "sampled"
+    proposal: Proposal = "sampled"
     one_pass: ClassVar[bool] = True
 
     @property

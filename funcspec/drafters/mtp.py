@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from funcspec.config import SpecConfig
+from funcspec.drafters.base import Proposal
 from funcspec.drafters.eagle import Eagle, check_handing_on
 from funcspec.drafters.pairs import check_draft, check_pair
 from funcspec.errors import ModelError, refuse
@@ -24,7 +25,7 @@ class Mtp:
 
     model: MtpModules | JaxMtpModules
     token_ids: Array | None = None
-    proposal: Literal["sampled", "point"] = "sampled"
+    proposal: Proposal = "sampled"
 
     @property
     def kv_model(self) -> Model:

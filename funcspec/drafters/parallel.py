@@ -1,11 +1,12 @@
 """Parallel drafting: mask tokens behind the newest one, and one pass that foresees a token at each of them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from funcspec.config import SpecConfig
+from funcspec.drafters.base import Proposal
 from funcspec.drafters.masks import check_mask, check_mask_is_readable
 from funcspec.drafters.pairs import check_draft, check_pair
 from funcspec.errors import ModelError, refuse
@@ -23,7 +24,7 @@ class Parallel:
     model: Model
     mask_id: int
     token_ids: Array | None = None
-    proposal: Literal["sampled", "point"] = "sampled"
+    proposal: Proposal = "sampled"
     one_pass: ClassVar[bool] = True
 
     @property

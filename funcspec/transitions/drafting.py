@@ -46,7 +46,8 @@ class Drafting(Framework):
         if spec is not None and spec.feedback:
             check_states("drafter", hidden, 1, (rows * count, spec.feedback))
         stream, held = config.rule.draft_stream, self.draft_steps if query_only else 0  # noise is that of the places that are foreseen
-        chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, position_offset=offset + held)
+        how: dict[str, Any] = {"position_offset": offset + held, "greedy": self.drafts_argmax}
+        chosen, _ = self.choose("draft", logits, window, stream=stream, token_ids=token_ids, **how)
         if guess is not None and guess.masks is not None:
             chosen = self.run(keep_matching_, guesses=guess.masks, chosen=chosen)["chosen"]
         self._keep_proposals(logits, chosen, first=first, token_ids=token_ids)

@@ -119,6 +119,7 @@ class Framework(ABC):
         phase, stamp, draft_steps: where in a round the input state is.
         partners: what the state remembers of its models, by role.
         proposes_points: whether all drafts of the step's drafter are just proposed, whatever they were drawn from.
+        drafts_argmax: whether its model's likeliest tokens are drafted, whatever the rows' temperatures.
     """
 
     config: SpecConfig
@@ -129,6 +130,7 @@ class Framework(ABC):
     draft_steps: int
     partners: Mapping[str, Partner]
     proposes_points: bool = False
+    drafts_argmax: bool = False
 
     def window(
         self,
@@ -207,23 +209,25 @@ class Framework(ABC):
         logits_indices: Array | None = None,
         token_ids: Array | None = None,
         position_offset: int = 0,
+        greedy: bool = False,
     ) -> tuple[Array, Array]:
         """Choose a token from each row of logits [M, V]: arg-max at temperature 0, else drawn with the row's exact noise.
 
         Noise of DRAFT differs from round to round. `logits_indices` [M] int32 may say which place of the window each row of logits is of,
         -1 to choose none; `token_ids` [V] int32 which target ids the columns are. `position_offset` is how far positions lag behind those
-        of the tokens they are fed.
+        of the tokens they are fed. `greedy` takes the arg-max in every row.
 
         Returns:
             tokens [M] int32 in target ids, and [M] int32: 1 where logits were not finite or nothing was allowed.
         """
+        temperature = self.fields.temperature
         out = self.run(
             choose_tokens_,
             logits=logits,
             logits_indices=window.batch.logits_indices if logits_indices is None else logits_indices,
             token_rows=window.token_rows,
             positions=window.batch.positions,
-            temperature=self.fields.temperature,
+            temperature=self.constant(0).view(temperature.dtype) if greedy else temperature,
             seed=self.fields.seed,
             stream=stream,
             nonce_length=self.fields.num_tokens if stream == DRAFT else None,
