@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Run the kernel tests under compute-sanitizer, one process for each test file, all at once. Needs an NVIDIA GPU and the CUDA toolkit.
+# Run the kernel tests under compute-sanitizer, one process for each test file, as many at once as there are cores. Needs an NVIDIA GPU
+# and the CUDA toolkit.
 #   tests/sanitize.sh [seconds a file may take] [tools, default: memcheck racecheck]
+#   FILES="tests/kernels/test_ratio.py ..." tests/sanitize.sh ...     some files only
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 limit=${1:-300}
@@ -18,15 +20,12 @@ check() { # tool, file
   echo "$name: $(tail -n 1 "$logs/$name.out") | $(grep -h SUMMARY "$logs/$name.log" | tail -n 1)"
   return $code
 }
-jobs=()
-for tool in "${@:-memcheck racecheck}"; do
-  for one in $tool; do
-    for file in tests/kernels/test_*.py; do
-      check "$one" "$file" &
-      jobs+=($!)
-    done
+failed=0
+for tool in ${*:-memcheck racecheck}; do
+  for file in ${FILES:-tests/kernels/test_*.py}; do
+    if [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; then wait -n || failed=1; fi
+    check "$tool" "$file" &
   done
 done
-failed=0
-for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+while [ -n "$(jobs -p)" ]; do wait -n || failed=1; done
 exit $failed

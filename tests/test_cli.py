@@ -231,12 +231,20 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path:
         (["--target", "x", "--drafter", "standalone"], "--draft: expected a model directory for --drafter standalone"),
         (["--target", "x", "--drafter", "eagle"], f"--drafter: expected {own}, got eagle"),
         (["--target", "x", "--drafter", "lookup+eagle"], f"--drafter: expected {own}, got lookup+eagle"),
-        (["--drafter", "fixed", "--max-num-reqs", "1", "--prompt", "a", "--prompt", "b"], "--max-num-reqs: expected at least 2"),
-        (["--drafter", "fixed", "--rule", "ratio", "--temperature", "1"], "rule: "),
         (["--prompts-file", str(empty)], "--prompts-file: expected at least one line"),
         (["--prompts-file", str(tmp_path / "missing")], "--prompts-file: expected a readable text file"),
     ):
         assert main(["generate", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+@needs_weights
+def test_what_cannot_be_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--max-num-reqs", "1", "--prompt", "a", "--prompt", "b"], "--max-num-reqs: expected at least 2"),
+        (["--rule", "ratio", "--temperature", "1"], "rule: expected one whose output is the target's own sample path"),
+    ):
+        assert main(["generate", "--drafter", "fixed", *arguments]) == 2
         assert message in capsys.readouterr().err
 
 
