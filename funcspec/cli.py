@@ -154,7 +154,9 @@ def parser() -> argparse.ArgumentParser:
         "Green: accepted drafts, yellow: recovered tokens, cyan: bonus tokens.",
     )
     make.add_argument("--target", metavar="DIR", help="directory of a Hugging Face model (needs transformers)")
-    make.add_argument("--draft", metavar="DIR", help="directory of a Hugging Face model of the same tokenizer that drafts")
+    make.add_argument(
+        "--draft", metavar="PATH", help="directory of a Hugging Face model that drafts for it; or alone, a draft file for SmolLM2"
+    )
     make.add_argument("--prompt", action="append", help="a user message; repeat it for a batch")
     make.add_argument("--prompts-file", type=Path, metavar="FILE", help="more prompts, one a line; empty lines are skipped")
     make.add_argument("--max-num-reqs", type=_at_least(1), default=8, help="most prompts decoded at a time (default 8)")

@@ -3,9 +3,10 @@
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import as_file
 from typing import Any
 
-from funcspec.drafters import Proposer, best_of, cascade, eagle, early_exit, fallback, ngram, standalone, suffix
+from funcspec.drafters import Proposer, best_of, cascade, eagle, early_exit, fallback, load_draft, ngram, standalone, suffix
 from funcspec.drafters.base import Drafter
 from funcspec.errors import refuse
 from funcspec.models import smollm2
@@ -22,6 +23,8 @@ LOOKUPS: Mapping[str, Callable[[], Proposer]] = {
 MODELS: Mapping[str, Callable[[Llama], Drafter]] = {
     "standalone": lambda target: standalone(*smollm2.load_draft(target)),
     "eagle": lambda target: eagle(*smollm2.load_head(target)),
+    "medusa": lambda target: _trained("medusa", target),
+    "mtp": lambda target: _trained("mtp", target),
     "early-exit": lambda target: early_exit(target, target.num_layers * 5 // 6),
     "cascade": lambda target: cascade(ngram(), standalone(*smollm2.load_draft(target))),
 }
@@ -30,9 +33,9 @@ MODELS: Mapping[str, Callable[[Llama], Drafter]] = {
 DRAFTERS = (*LOOKUPS, *MODELS, *(f"lookup+{name}" for name in MODELS if name != "cascade"), "fixed", "none")
 
 DRAFTER_HELP = (
-    "who drafts (default: standalone): lookup and suffix copy from the text so far, eagle reads the target's hidden states, early-exit is "
-    "the target's own first layers, cascade lets the standalone draft judge what lookup finds, fixed drafts what plain decoding says (the "
-    "most there is to gain), lookup+ puts a look-up in front of another, none decodes plainly"
+    "who drafts (default: standalone): lookup and suffix copy from the text so far; eagle, medusa and mtp read the target's hidden states; "
+    "early-exit is the target's own first layers; cascade lets the standalone draft judge what lookup finds; fixed drafts what plain "
+    "decoding says, the most there is to gain; lookup+ puts a look-up in front of another; none decodes plainly"
 )
 
 
@@ -60,17 +63,25 @@ def load_models(options: argparse.Namespace) -> Loaded:
     Raises:
         ArgumentError: they do not go together.
     """
-    if options.draft is not None and options.target is None:
-        refuse("--draft", "--target with it", "none", "name the target that it drafts for")
+    if options.draft is not None and options.target is None and options.drafter is not None:
+        refuse("--draft", "no --drafter with a draft file for SmolLM2", options.drafter, "leave one of them out, or name a --target")
     usual = "standalone" if options.target is None or options.draft is not None else "lookup"
     kind = "none" if options.num_speculative_tokens == 0 else options.drafter or usual
-    return _load_own(options, kind) if options.target is not None else _load_shipped(kind)
+    return _load_own(options, kind) if options.target is not None else _load_shipped(kind, options.draft)
 
 
-def _load_shipped(kind: str) -> Loaded:
-    """SmolLM2 and one of its drafters."""
+def _trained(kind: str, target: Llama) -> Drafter:
+    """A draft of SmolLM2 that comes with the package."""
+    with as_file(smollm2.DATA / f"draft-smollm2-{kind}.safetensors") as path:
+        return load_draft(path, target)
+
+
+def _load_shipped(kind: str, file: str | None) -> Loaded:
+    """SmolLM2, and one of its drafters or that of a file."""
     target = smollm2.load_target()
-    if kind in LOOKUPS:
+    if file is not None and kind != "none":
+        drafter = load_draft(file, target)
+    elif kind in LOOKUPS:
         drafter = LOOKUPS[kind]()
     elif kind in ("fixed", "none"):
         drafter = None

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from funcspec.drafters import (
     early_exit,
     fallback,
     fixed,
+    load_draft,
     medusa,
     mtp,
     ngram,
@@ -29,7 +31,7 @@ from funcspec.drafters import (
     standalone,
     suffix,
 )
-from funcspec.errors import ArgumentError, ArgumentTypeError, FuncspecError, ModelError
+from funcspec.errors import ArgumentError, ArgumentTypeError, FileError, FuncspecError, ModelError
 from funcspec.interop import jax_dtype, jax_model, lift
 from funcspec.kernels.append_drafts import append_drafts_
 from funcspec.models import ChecksumDraft, ChecksumModel, TableModel, from_logits, huggingface, match_vocabularies, shared_vocabulary
@@ -140,6 +142,18 @@ def _argmaxes() -> Iterator[Bad]:
     yield from _refused("argmax: drafter", (None, "ngram", 3, ChecksumDraft(), standalone, Drafter), argmax, words, ArgumentTypeError)
     points = (ngram(), suffix(), fixed([[1]]))
     yield from _refused("argmax: points", points, argmax, r"^drafter: expected a drafter with a model, got", ModelError)
+
+
+def _draft_files() -> Iterator[Bad]:
+    target = random_llama(LlamaConfig(11, 1, 8, 8, 2, 1, 4, 32))
+    here = str(Path(__file__))
+    yield from _refused(
+        "load_draft: path", (None, 3, ["a"]), lambda wrong: load_draft(wrong, target), r"^path: expected the name of a file"
+    )
+    words = r"^path: expected a safetensors file, got"
+    yield from _refused("load_draft: file", ("missing", here), lambda wrong: load_draft(wrong, target), words, FileError)
+    words = r"^target: expected a Llama of torch, got"
+    yield from _refused("load_draft: target", NO_MODELS, lambda wrong: load_draft(here, wrong), words, ArgumentTypeError)
 
 
 def _early_exits() -> Iterator[Bad]:
@@ -317,5 +331,5 @@ def _unlike_vocabularies() -> Iterator[Bad]:
         yield from _refused("match_vocabularies: apart", (other,), call, nothing.format(len(other)), ArgumentError)
 
 
-GROUPS = (_argmaxes, _with_models, _without_models, _early_exits, _proposals, _models, _vocabularies, _others)
+GROUPS = (_argmaxes, _draft_files, _with_models, _without_models, _early_exits, _proposals, _models, _vocabularies, _others)
 MAKERS = [bad for group in GROUPS for bad in group()]

@@ -1,73 +1,19 @@
 """What holds for every drafter there is: one battery over all of them."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from one_pass import DRAFTS, SHAPE, TARGET, VOCAB, finish, rows_of, start
+from all_drafters import NAMES, drafted, made
+from one_pass import DRAFTS, TARGET, VOCAB, finish, rows_of, start
 from oracle import output
 
 import funcspec as fs
 from funcspec import drafters
 from funcspec.drafters import Drafter, Proposer
-from funcspec.models.dflash import DFlashConfig, random_dflash
-from funcspec.models.heads import EagleConfig, random_head
-from funcspec.models.llama import LlamaConfig, random_llama
-from funcspec.models.medusa_heads import MedusaHeads
-from funcspec.models.parallel_heads import ParallelConfig, random_parallel_head
-
-SMALL: dict[str, Any] = SHAPE | {"num_layers": 1}
-
-
-def medusa_heads() -> MedusaHeads:
-    generator = torch.Generator().manual_seed(4)
-    width = SHAPE["hidden_size"]
-    shapes = {"blocks": (DRAFTS, 1, width, width), "biases": (DRAFTS, 1, width), "outputs": (DRAFTS, VOCAB, width)}
-    return MedusaHeads({name: 0.4 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, layer=2)
-
-
-def draft() -> drafters.Standalone:
-    return drafters.standalone(random_llama(LlamaConfig(**SMALL), seed=8))
-
-
-ALL: dict[str, Callable[[], Drafter]] = {
-    "standalone": draft,
-    "eagle": lambda: drafters.eagle(random_head(EagleConfig(**SMALL, target_layers=(2,), embed_norm=True), 5)),
-    "eagle3": lambda: drafters.eagle(random_head(EagleConfig(**SMALL, target_layers=(0, 1, 2), style="eagle3"), 6)),
-    "mtp": lambda: drafters.mtp(random_head(EagleConfig(**SMALL, target_layers=(2,), style="mtp"), 7)),
-    "pard": lambda: drafters.parallel(random_llama(LlamaConfig(**SMALL), seed=8), mask_id=3),
-    "p-eagle": lambda: drafters.parallel(random_parallel_head(ParallelConfig(**SMALL, target_layers=(0, 2), style="eagle3"), 9), mask_id=3),
-    "medusa": lambda: drafters.medusa(medusa_heads()),
-    "dflash": lambda: drafters.dflash(random_dflash(DFlashConfig(**SMALL, target_layers=(1, 2)), 10), mask_id=3),
-    "dflash, anchored": lambda: drafters.dflash(random_dflash(DFlashConfig(**SMALL, target_layers=(1, 2)), 10), mask_id=3, anchor=True),
-    "early_exit": lambda: drafters.early_exit(TARGET, 1),
-    "ngram": drafters.ngram,
-    "suffix": drafters.suffix,
-    "fixed": lambda: drafters.fixed([[place % VOCAB for place in range(28)]] * 4),
-    "best_of": lambda: drafters.best_of(drafters.ngram(), drafters.suffix()),
-    "fallback": lambda: drafters.fallback(drafters.ngram(min_ngram=2), draft()),
-    "fallback to eagle": lambda: drafters.fallback(drafters.ngram(min_ngram=2), ALL["eagle"]()),
-    "cascade": lambda: drafters.cascade(drafters.ngram(min_ngram=1), draft()),
-    "cascade, further steps": lambda: drafters.cascade(drafters.ngram(min_ngram=1), draft(), one_pass=False),
-}
-NAMES = sorted(ALL)
-MADE: dict[str, Drafter] = {}
 
 
 @pytest.fixture(params=NAMES)
 def drafter(request: pytest.FixtureRequest) -> Drafter:
-    if request.param not in MADE:
-        MADE[request.param] = ALL[request.param]()
-    return MADE[request.param]
-
-
-def drafted(state: fs.SpecState, drafter: Drafter, *, donate: bool = False, **settings: Any) -> tuple[fs.SpecState, fs.steps.Draft]:
-    """All draft steps of a round."""
-    state, found = fs.prefill(state, drafter, donate=donate, **settings)
-    for _ in range(state.config.num_speculative_tokens - 1):
-        state, found = fs.decode(state, drafter, donate=donate)
-    return state, found
+    return made(request.param)
 
 
 def test_every_public_drafter_is_in_the_battery() -> None:
@@ -78,7 +24,7 @@ def test_every_public_drafter_is_in_the_battery() -> None:
 
 def test_it_is_a_drafter(drafter: Drafter) -> None:
     assert isinstance(drafter, Drafter)
-    assert drafter.proposal in ("sampled", "point")
+    assert drafter.proposal in ("sampled", "argmax", "point")
     assert (drafter.proposal == "point") == (drafter.kv_model is None)
     assert isinstance(drafter, Proposer) or drafter.kv_model is not None
     with pytest.raises((AttributeError, TypeError)):

@@ -227,7 +227,7 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], tmp_path:
     empty.write_text("\n")
     own = "lookup, suffix, lookup+suffix, standalone, lookup+standalone, fixed or none with --target"
     for arguments, message in (
-        (["--draft", "x"], "--draft: expected --target with it"),
+        (["--draft", "x", "--drafter", "eagle"], "--draft: expected no --drafter with a draft file for SmolLM2, got eagle"),
         (["--target", "x", "--drafter", "standalone"], "--draft: expected a model directory for --drafter standalone"),
         (["--target", "x", "--drafter", "eagle"], f"--drafter: expected {own}, got eagle"),
         (["--target", "x", "--drafter", "lookup+eagle"], f"--drafter: expected {own}, got lookup+eagle"),

@@ -96,6 +96,8 @@ WITHIN: dict[str, set[str]] = {
     "drafters.medusa": {"drafters.base", "drafters.pairs"},
     "drafters.dflash": {"drafters.base", "drafters.masks", "drafters.pairs"},
     "drafters.fixed": {"drafters.base", "drafters.proposals", "drafters.token_table"},
+    "drafters.files": {"drafters.*", "drafters.base", "drafters.standalone", "drafters.eagle", "drafters.mtp", "drafters.medusa"}
+    | {"drafters.parallel", "drafters.dflash"},
     "drafters.*": {"drafters.base"},
     "drafters": {"drafters.*"},
     "cli": {"metrics", "jobs", "traces", "loading"},

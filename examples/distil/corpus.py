@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from funcspec.errors import ModelError, refuse
 from funcspec.kernels.choose_tokens import choose_tokens_, choose_tokens_partials
 from funcspec.models import ForwardBatch
 from funcspec.models.llama import Llama
@@ -43,9 +44,14 @@ def write(target: Llama, prompts: torch.Tensor, new: int, temperature: torch.Ten
 
     Returns:
         a passage of P + new tokens, in which everything after the prompt counts.
+
+    Raises:
+        ModelError: the target has fewer positions.
     """
     rows, start = prompts.shape
     length, device = start + new, prompts.device
+    if length > target.max_len:
+        refuse("new", f"texts of at most {target.max_len} tokens", f"{start} + {new}", "write shorter texts", ModelError)
     blocks = -(-length // BLOCK_SIZE)
     table = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
     spec = target.kv_spec
@@ -132,7 +138,15 @@ class Source:
 
 
 def passages(
-    target: Llama, sources: tuple[Source, ...], *, rows: int, new: int, layers: tuple[int, ...], end_token: int, seconds: float, most: int
+    target: Llama,
+    sources: tuple[Source, ...],
+    *,
+    rows: int,
+    new: int,
+    layers: tuple[int, ...],
+    end_tokens: tuple[int, ...],
+    seconds: float,
+    most: int,
 ) -> Iterator[Passage]:
     """Write passages from the sources in turns, until the time or their number is up.
 
@@ -141,7 +155,7 @@ def passages(
         sources: where texts begin.
         rows, new: texts that are written together, and tokens of each.
         layers: hidden states to keep.
-        end_token: id with which the target ends a text; what it writes after it does not count.
+        end_tokens: ids with which the target ends a text; what it writes after one does not count.
         seconds: time for all of them.
         most: most passages.
     """
@@ -151,8 +165,8 @@ def passages(
         prompts = source.prompts(rows, number).to(device)
         heat = torch.tensor(source.temperatures, device=device).repeat(-(-rows // len(source.temperatures)))[:rows]
         passage = write(target, prompts, new, heat, layers, seed=number * rows)
-        own = passage.tokens[:, prompts.shape[1] :]
-        ended = (own == end_token).long().cumsum(1) - (own == end_token).long()  # the end token itself still counts
+        ends = torch.isin(passage.tokens[:, prompts.shape[1] :], torch.tensor(end_tokens, dtype=torch.int32, device=device)).long()
+        ended = ends.cumsum(1) - ends  # the end token itself still counts
         passage.counts[:, prompts.shape[1] :] = ended < source.turns
         yield passage
         if time.monotonic() - started > seconds:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from examples.distil.corpus import Passage
-from examples.distil.students import Student
+from examples.distil.students import Guesses, Student
 
 CHUNK = 4096
 """Positions whose logits are in memory at a time."""
@@ -46,7 +46,7 @@ def most_frequent(passages: Sequence[Passage], vocab_size: int, count: int) -> t
 
 def train(
     student: Student, passages: Sequence[Passage], norm_layer: int, matrix: torch.Tensor, ids: torch.Tensor, settings: Settings
-) -> dict[str, float]:
+) -> dict[str, object]:
     """Train a student in place, against the target's own next-token probabilities.
 
     Args:
@@ -58,11 +58,11 @@ def train(
         settings: how long and how fast.
 
     Returns:
-        steps, tokens seen, seconds, and the mean loss of the last tenth of the steps.
+        steps, tokens seen, seconds, and the loss of the last tenth of the steps: its mean, and by draft.
     """
     trained = {name: torch.nn.Parameter(value) for name, value in student.parameters.items()}
-    matrices = [value for value in trained.values() if value.ndim == 2]
-    others = [value for value in trained.values() if value.ndim != 2]
+    matrices = [value for value in trained.values() if value.ndim > 1]
+    others = [value for value in trained.values() if value.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(settings.seed)
@@ -77,28 +77,36 @@ def train(
         passage = passages[int(torch.randint(len(passages), (1,), generator=generator))]
         chosen = torch.randint(len(passage.tokens), (settings.batch,), generator=generator).to(passage.tokens.device)
         tokens, counts = passage.tokens[chosen].to(device), passage.counts[chosen].to(device)
-        states = {layer: values[chosen].to(device) for layer, values in passage.states.items()}
+        states = {layer: passage.states[layer][chosen].to(device) for layer in {*student.layers, norm_layer}}
+        cuts = draw_cuts(counts, student.cuts, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            outs = student.hidden(trained, tokens, states)
+            guesses = student.guesses(trained, tokens, states, cuts)
             weight = 0.0 if spent < 0.5 else settings.variation
-            loss = _loss(outs, student.lag, states[norm_layer], counts, matrix, rows, ids, weight)
+            loss = compare(guesses, states[norm_layer], counts, matrix, rows, ids, weight)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.mean().backward()
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
         seen += counts.sum().item()
         step += 1
         losses.append(loss.detach())
         if step == 1 or step % 200 == 0:
-            print(f"  step {step}, loss {float(losses[-1]):.4f}, {seen} tokens, {time.monotonic() - started:.0f} s", flush=True)
+            print(f"  step {step}, loss {float(losses[-1].mean()):.4f}, {seen} tokens, {time.monotonic() - started:.0f} s", flush=True)
     student.parameters.update({name: value.detach() for name, value in trained.items()})
-    last = torch.stack(losses[-max(len(losses) // 10, 1) :]).mean()
-    return {"steps": step, "tokens": seen, "seconds": time.monotonic() - started, "loss": float(last)}
+    last = torch.stack(losses[-max(len(losses) // 10, 1) :]).mean(0)
+    took = time.monotonic() - started
+    return {"steps": step, "tokens": seen, "seconds": took, "loss": float(last.mean()), "loss_by_draft": last.tolist()}
 
 
-def _loss(
-    outs: Sequence[torch.Tensor],
-    lag: int,
+def draw_cuts(counts: torch.Tensor, number: int, generator: torch.Generator) -> torch.Tensor:
+    """[B, number] places of tokens whose next one counts, drawn alike from each text's own; of a text that has none, any."""
+    upto = counts.cumsum(1)
+    drawn = torch.rand(len(counts), number, generator=generator).to(counts.device) * upto[:, -1:]
+    return (torch.searchsorted(upto, drawn.long(), right=True) - 1).clamp(0, counts.shape[1] - 2)
+
+
+def compare(
+    guesses: Sequence[Guesses],
     final: torch.Tensor,
     counts: torch.Tensor,
     matrix: torch.Tensor,
@@ -106,31 +114,47 @@ def _loss(
     ids: torch.Tensor,
     variation: float,
 ) -> torch.Tensor:
-    """Mean loss of all draft steps: index i of a step foresees token i + 1 + lag, as row i + lag of the target's states does."""
-    total = final.new_zeros((), dtype=torch.float32)
-    wanted = counts[:, 1 + lag :]
-    place = wanted.nonzero()[:, 1]
-    told = _probabilities(final[:, lag:][wanted], matrix, ids)
-    for step, out in enumerate(outs):
-        said = out[:, : wanted.shape[1]][wanted]
-        started = place >= step  # before, the step's chain has not begun
-        said, target = said[started], told[started]
-        for at in range(0, len(said), CHUNK):
-            part = checkpoint(_piece, said[at : at + CHUNK], target[at : at + CHUNK], rows, variation, use_reentrant=False)
-            total = total + part / max(len(said), 1) / len(outs)
-    return total
+    """How far guesses are from what the target said of the same tokens.
+
+    Args:
+        guesses: of the drafts.
+        final: [B, T - 1, H] the target's normalised hidden states, of which that of each token made the next one.
+        counts: [B, T] which tokens are compared.
+        matrix: [V, H] the target's output matrix.
+        rows: [N, H] its rows of the tokens that the draft may foresee.
+        ids: [N] these tokens.
+        variation: weight of the total variation against the cross-entropy.
+
+    Returns:
+        [len(guesses)] mean losses of the tokens that count.
+    """
+    length, text = counts.shape[1], torch.arange(len(counts), device=counts.device)[:, None]
+    said, foreseen = [], []
+    for guess in guesses:
+        places = guess.places.expand(len(counts), -1)
+        counted = counts[text, places.clamp(max=length - 1)] & (places < length)
+        said.append(guess.states[counted])
+        foreseen.append((text * length + places)[counted])
+    needed, where = torch.cat(foreseen).unique(return_inverse=True)
+    told = _probabilities(final[needed // length, needed % length - 1], matrix, ids)
+    losses = []
+    for states, told_rows in zip(said, where.split([len(states) for states in said]), strict=True):
+        pieces = zip(states.split(CHUNK), told_rows.split(CHUNK), strict=True)
+        parts = [checkpoint(_piece, piece, told, chosen, rows, variation, use_reentrant=False) for piece, chosen in pieces]
+        losses.append(torch.stack(parts).sum() / max(len(states), 1))
+    return torch.stack(losses)
 
 
 @torch.no_grad()
 def _probabilities(states: torch.Tensor, matrix: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """[N, len(ids)] the target's probabilities of the tokens that the draft may foresee; they need not sum to 1."""
     pieces = [F.linear(piece.to(matrix.dtype), matrix).float().softmax(-1)[:, ids.long()] for piece in states.split(CHUNK)]
-    return torch.cat(pieces).to(matrix.dtype) if pieces else matrix.new_zeros(0, len(ids))
+    return torch.cat(pieces).to(matrix.dtype)
 
 
-def _piece(said: torch.Tensor, target: torch.Tensor, rows: torch.Tensor, variation: float) -> torch.Tensor:
+def _piece(said: torch.Tensor, told: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor, variation: float) -> torch.Tensor:
     """Summed over positions: (1 - v) times the cross-entropy to the target, plus v times the total variation."""
-    draft = F.linear(said.to(rows.dtype), rows).float().log_softmax(-1)
+    draft, target = F.linear(said.to(rows.dtype), rows).float().log_softmax(-1), told[chosen]
     loss = -(target * draft).sum()
     if variation:
         loss = (1 - variation) * loss + variation * (1 - torch.minimum(target, draft.exp()).sum(-1)).sum()

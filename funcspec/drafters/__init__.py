@@ -8,6 +8,7 @@ from funcspec.drafters.dflash import BlockDrafter, dflash
 from funcspec.drafters.eagle import Eagle, eagle
 from funcspec.drafters.early_exit import early_exit
 from funcspec.drafters.fallback import Fallback, fallback
+from funcspec.drafters.files import load_draft
 from funcspec.drafters.fixed import Fixed, fixed
 from funcspec.drafters.medusa import Medusa, medusa
 from funcspec.drafters.mtp import Mtp, mtp
@@ -40,6 +41,7 @@ __all__ = [
     "early_exit",
     "fallback",
     "fixed",
+    "load_draft",
     "medusa",
     "mtp",
     "ngram",
