@@ -6,11 +6,25 @@ from dataclasses import dataclass
 from importlib.resources import as_file
 from typing import Any
 
-from funcspec.drafters import Proposer, best_of, cascade, eagle, early_exit, fallback, load_draft, ngram, standalone, suffix
+from funcspec.drafters import (
+    Proposer,
+    best_of,
+    cascade,
+    dflash,
+    eagle,
+    early_exit,
+    fallback,
+    load_draft,
+    ngram,
+    parallel,
+    standalone,
+    suffix,
+)
 from funcspec.drafters.base import Drafter
 from funcspec.errors import refuse
 from funcspec.models import smollm2
 from funcspec.models.base import Model
+from funcspec.models.dflash import DFlash, DFlashConfig, random_dflash
 from funcspec.models.llama import Llama
 
 LOOKUPS: Mapping[str, Callable[[], Proposer]] = {
@@ -25,15 +39,21 @@ MODELS: Mapping[str, Callable[[Llama], Drafter]] = {
     "eagle": lambda target: eagle(*smollm2.load_head(target)),
     "medusa": lambda target: _trained("medusa", target),
     "mtp": lambda target: _trained("mtp", target),
+    "parallel": lambda target: _parallel(target),
+    "dflash": lambda target: _dflash(target),
     "early-exit": lambda target: early_exit(target, target.num_layers * 5 // 6),
     "cascade": lambda target: cascade(ngram(), standalone(*smollm2.load_draft(target))),
 }
 """Drafters with a model of SmolLM2-135M-Instruct."""
 
+MASK_ID = 16
+"""`<empty_output>`, a token that texts of SmolLM2 never hold."""
+
 DRAFTERS = (*LOOKUPS, *MODELS, *(f"lookup+{name}" for name in MODELS if name != "cascade"), "fixed", "none")
 
 DRAFTER_HELP = (
     "who drafts (default: standalone): lookup and suffix copy from the text so far; eagle, medusa and mtp read the target's hidden states; "
+    "parallel is the standalone draft with masks it was not trained for, dflash has random weights; both show how such drafts run; "
     "early-exit is the target's own first layers; cascade lets the standalone draft judge what lookup finds; fixed drafts what plain "
     "decoding says, the most there is to gain; lookup+ puts a look-up in front of another; none decodes plainly"
 )
@@ -68,6 +88,20 @@ def load_models(options: argparse.Namespace) -> Loaded:
     usual = "standalone" if options.target is None or options.draft is not None else "lookup"
     kind = "none" if options.num_speculative_tokens == 0 else options.drafter or usual
     return _load_own(options, kind) if options.target is not None else _load_shipped(kind, options.draft)
+
+
+def _parallel(target: Llama) -> Drafter:
+    """The stand-alone draft, which was not trained to fill masks: its first draft of a round is as good as ever, the others are not."""
+    model, token_ids = smollm2.load_draft(target)
+    return parallel(model, MASK_ID, token_ids)
+
+
+def _dflash(target: Llama) -> Drafter:
+    """A block drafter of one narrow layer with random weights and the target's embedding: it shows how one runs, and foresees nothing."""
+    shape = {**vars(target.config), "num_layers": 1, "intermediate_size": 64}
+    block = random_dflash(DFlashConfig(**shape | {"vocab_size": 1}, target_layers=(target.num_layers,), head_norms=False))
+    config = DFlashConfig(**shape, target_layers=(target.num_layers,), head_norms=False)
+    return dflash(DFlash(config, {**block.weights, "embed": target.weights["embed"]}), MASK_ID)
 
 
 def _trained(kind: str, target: Llama) -> Drafter:

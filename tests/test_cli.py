@@ -196,7 +196,7 @@ def test_every_drafter_gives_the_same_text(capsys: pytest.CaptureFixture[str], d
         results.append(json.loads(capsys.readouterr().out))
     plain, found = results
     assert found["text"] == plain["text"] == " three four, and one four three four, " and found["tokens"] == plain["tokens"]
-    assert found["accepted"] > 0
+    assert found["drafted"] > 0 and (found["accepted"] > 0 or drafter == "dflash")  # which has random weights
     assert (found["draft_seconds"] > 0) == (drafter not in (*LOOKUPS, "fixed"))
 
 
