@@ -9,6 +9,7 @@ from examples.distil.corpus import Passage, Source, passages, write
 from examples.distil.students import Guesses, Truncated
 from examples.distil.training import compare, draw_cuts, most_frequent
 from funcspec.errors import ModelError
+from funcspec.kernels.op import Op
 from funcspec.models.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(
@@ -43,6 +44,19 @@ def test_the_target_writes_what_it_foretells() -> None:
     assert torch.allclose(alone.states[3][0], passage.states[3][3], atol=1e-5)
     sampled = {tuple(row) for row in passage.tokens[1::3].tolist()}
     assert len(sampled) == 2
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_it_writes_the_same_with_all_kernels(kernel_device: str, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    """Prompts at once and then token by token, through the cache: what a pass over the whole text says, as on a GPU."""
+    real = Op.__call__
+    monkeypatch.setattr(Op, "__call__", lambda op, *, backend=None, **arguments: real(op, backend=kernels, **arguments))
+    target = Llama(CONFIG, {name: weight.to(kernel_device) for name, weight in tiny().weights.items()})
+    start = torch.randint(0, CONFIG.vocab_size, (3, 5), generator=torch.Generator().manual_seed(1), dtype=torch.int32).to(kernel_device)
+    passage = write(target, start, 14, torch.zeros(3, device=kernel_device), (3,), seed=3)
+    whole = write(target, passage.tokens[:, :-1].contiguous(), 1, torch.zeros(3, device=kernel_device), (3,), seed=3)
+    assert torch.equal(whole.tokens, passage.tokens)
+    assert torch.allclose(whole.states[3], passage.states[3], atol=1e-4)
 
 
 def test_what_follows_an_end_token_does_not_count() -> None:

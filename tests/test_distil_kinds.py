@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from test_distil import CONFIG, spoken, tiny
 
 import funcspec as fs
-from examples.distil.drafts import FILE, KINDS, MASKED, load, save, student_of
+from examples.distil.drafts import FILE, KINDS, MASKED, load, resume, save, student_of
 from examples.distil.students import Student
 from examples.distil.training import Settings, compare, draw_cuts, most_frequent, train
 from funcspec.drafters import Drafter
@@ -171,6 +171,34 @@ def outputs(target: Llama, drafter: Drafter | None, prompts: list[list[int]], he
     emissions = list(fs.generate(config, target, drafter, prompts, seeds=range(len(prompts)), temperature=heat, max_tokens=24))
     texts = [[token for emission in emissions if emission.prompt_index == row for token in emission.tokens] for row in range(len(prompts))]
     return texts, statistics(emissions, DRAFTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_draft_is_trained_further(tmp_path: Path, kind: str) -> None:
+    """It is taken up as it was left, its tokens too, and then learns more."""
+    target = tiny()
+    written, matrix = spoken(target, LAYERS), target.weights["embed"]
+    ids = most_frequent([written], CONFIG.vocab_size, 150).flip(0)
+    student = student_for(target, kind)
+    first = train(student, [written], 3, matrix, ids, Settings(60.0, steps=20, batch=6, learning_rate=3e-3))
+    resumed, own_ids = resume(save(tmp_path, student, ids), target, DRAFTS, 8)
+    assert torch.equal(own_ids, ids)
+    assert (resumed.kind, resumed.layers) == (student.kind, student.layers)
+    for name, value in student.parameters.items():
+        assert torch.equal(resumed.parameters[name], value.to(torch.bfloat16).float()), name
+    cuts = torch.tensor([[6, 9]] * 6)
+    for mine, its in zip(*(one.guesses(one.parameters, written.tokens, written.states, cuts) for one in (resumed, student)), strict=True):
+        assert torch.equal(mine.places, its.places) and torch.allclose(mine.states, its.states, atol=0.05)
+    further = train(resumed, [written], 3, matrix, own_ids, Settings(60.0, steps=40, batch=6, learning_rate=3e-3))
+    assert further["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize(("kind", "change"), [("mtp", {"hidden_size": 24}), ("standalone", {"intermediate_size": 24})])
+def test_a_draft_for_another_target_is_not_trained_further(tmp_path: Path, kind: str, change: dict[str, int]) -> None:
+    path = save(tmp_path, student_for(tiny(), kind), torch.arange(20, dtype=torch.int32))
+    other = random_llama(LlamaConfig(**vars(CONFIG) | change), seed=0)
+    with pytest.raises(ModelError, match=r"path: expected .* Fix: start from a draft of this target"):
+        resume(path, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import funcspec as fs
 from examples.distil.__main__ import main, parser, sources, students
-from examples.distil.drafts import load
+from examples.distil.drafts import load, save, student_of
 from examples.distil.targets import Target, load_target, read_llama
 from funcspec.errors import FuncspecError, ModelError
 from funcspec.metrics import statistics
@@ -162,6 +162,22 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, arguments: 
     with pytest.raises(FuncspecError) as caught:
         students(Target(model, lambda text: [], (), None, ()), options)
     assert str(caught.value).startswith(says)
+
+
+def test_one_draft_of_a_kind_is_trained(tmp_path: Path) -> None:
+    """Alone, a saved draft is trained and no other; beside it another of its kind would have the same folder."""
+    save_model(tmp_path)
+    model = read_llama(tmp_path, torch.float32, "cpu")
+    target = Target(model, lambda text: [], (), None, ())
+    path = save(tmp_path, student_of(model, "medusa", depth=2), torch.arange(20, dtype=torch.int32))
+    start = ["--out", "nowhere", "--start", str(path)]
+    ((student, ids),) = students(target, parser().parse_args(start))
+    assert student.kind == "medusa" and len(student.parameters["blocks"]) == 2 and ids is not None
+    pairs = students(target, parser().parse_args([*start, "--kind", "mtp", "--layers", str(model.num_layers)]))
+    assert [(student.kind, ids is None) for student, ids in pairs] == [("medusa", False), ("mtp", True)]
+    for more in (["--kind", "medusa"], ["--start", str(path)]):
+        with pytest.raises(FuncspecError, match=r"^--start: expected one draft of a kind"):
+            students(target, parser().parse_args([*start, *more]))
 
 
 def test_several_kinds_are_trained_on_the_same_texts(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_m3_logits_of_any_row_stride(backend: str, kernel_device: str) -> None:
         return ints[1].tolist()
 
     assert choose(base[::2]) == [1, 2] and choose(base[:1].expand(3, 3)) == [1, 1, 1]
-    with pytest.raises(ArgumentError, match=r"logits: expected shape \[T, V\] with V >= 1 and stride 1 in V"):
+    with pytest.raises(ArgumentError, match=r"logits: expected consecutive columns"):
         choose(base[:2].T)
 
 

@@ -12,7 +12,7 @@ import torch
 import funcspec as fs
 from examples.distil import prompts as texts
 from examples.distil.corpus import Passage, Source, passages
-from examples.distil.drafts import load, save, student_of
+from examples.distil.drafts import load, resume, save, student_of
 from examples.distil.students import Student
 from examples.distil.targets import Target, load_target
 from examples.distil.training import Settings, most_frequent, train
@@ -71,20 +71,27 @@ def evaluate(target: Target, drafter: fs.drafters.Drafter, most: int, new: int) 
     return found
 
 
-def students(target: Target, options: argparse.Namespace) -> list[Student]:
-    """An untrained draft of each wanted kind."""
-    kinds = list(dict.fromkeys(options.kind or ["eagle"]))
+def students(target: Target, options: argparse.Namespace) -> list[tuple[Student, torch.Tensor | None]]:
+    """Drafts to train: saved ones with the tokens that they foresee, and an untrained one of each wanted kind."""
+    resumed = [resume(path, target.model, options.depth, options.cuts) for path in options.start or ()]
+    kinds = list(dict.fromkeys(options.kind or ([] if resumed else ["eagle"])))
     layers = tuple(int(layer) for layer in options.layers.split(",") if layer)
-    if layers and len(kinds) > 1:
+    if layers and len(kinds) != 1:
         refuse("--layers", "one --kind, as kinds need other layers", kinds, "leave it out, or train them one by one")
+    every = [student.kind for student, _ in resumed] + kinds
+    if len(set(every)) < len(every):
+        refuse("--start", "one draft of a kind, as each has a folder of its kind", every, "train them one by one")
     mask_id = target.mask_id if options.mask_id is None else options.mask_id
-    return [student_of(target.model, kind, layers, options.depth, mask_id, options.cuts) for kind in kinds]
+    return [*resumed, *((student_of(target.model, kind, layers, options.depth, mask_id, options.cuts), None) for kind in kinds)]
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m examples.distil", description="Distil drafts for a target.")
     top.add_argument("--kind", choices=KINDS, action="append", help="kind of draft (default eagle); again for more kinds")
+    top.add_argument(
+        "--start", type=Path, action="append", metavar="FILE", help="train this saved draft further, at half the rate; again for more"
+    )
     top.add_argument("--out", type=Path, required=True, help="directory for a folder of each kind, with the draft and a report")
     top.add_argument("--target", type=Path, metavar="DIR", help="directory of a Llama of transformers (default SmolLM2-135M-Instruct)")
     top.add_argument("--minutes", type=float, default=9.0, help="time in all (default 9)")
@@ -106,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write; then train, save and evaluate each kind."""
+    """Write; then train, save and evaluate each draft."""
     options, started = parser().parse_args(arguments), time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_target(options.target, torch.bfloat16 if device == "cuda" else torch.float32, device)
@@ -117,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sources(target),
         rows=options.rows,
         new=options.new,
-        layers=tuple(sorted({last}.union(*(student.layers for student in drafts)))),
+        layers=tuple(sorted({last}.union(*(student.layers for student, _ in drafts)))),
         end_tokens=target.end_tokens,
         seconds=0.3 * seconds,
         most=options.passages,
@@ -125,15 +132,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         written.append(passage)
         print(f"  {sum(int(one.counts.sum()) for one in written)} tokens written, {time.monotonic() - started:.0f} s", flush=True)
     matrix = model.weights.get("head", model.weights["embed"])
-    ids = most_frequent(written, model.vocab_size, options.output_rows)
+    frequent = most_frequent(written, model.vocab_size, options.output_rows)
     if options.token_ids is not None:
-        ids = torch.from_numpy(np.load(options.token_ids))
-    ids = ids.to(device)
+        frequent = torch.from_numpy(np.load(options.token_ids))
+    frequent = frequent.to(device)
     # Some of the time is kept back for evaluations, of which the first compiles kernels.
     left = seconds - (time.monotonic() - started) - 0.025 * seconds * (len(drafts) + 1)
-    settings = Settings(max(left, 0.1 * seconds) / len(drafts), batch=options.batch, learning_rate=options.learning_rate)
-    for student in drafts:
+    each = max(left, 0.1 * seconds) / len(drafts)
+    for student, own_ids in drafts:
         print(f"{student.kind}:", flush=True)
+        ids = frequent if own_ids is None else own_ids.to(device)
+        rate = options.learning_rate * (1 if own_ids is None else 0.5)
+        settings = Settings(each, batch=options.batch, learning_rate=rate)
         folder = options.out / student.kind
         report = {"kind": student.kind, "layers": student.layers, "training": train(student, written, last, matrix, ids, settings)}
         save(folder, student, ids)

@@ -68,11 +68,11 @@ def write(target: Llama, prompts: torch.Tensor, new: int, temperature: torch.Ten
         positions = torch.arange(at, stop, dtype=torch.int32, device=device).repeat(rows)
         slots = (table[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, dtype=torch.int32, device=device)).view(rows, -1)
         batch = ForwardBatch(
-            tokens[:, at:stop].reshape(-1),
+            tokens[:, at:stop].flatten().contiguous(),
             positions,
             torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device),
             torch.full((rows,), stop, dtype=torch.int32, device=device),
-            slots[:, at:stop].reshape(-1),
+            slots[:, at:stop].flatten().contiguous(),
             table,
             torch.arange(width - 1, rows * width, width, dtype=torch.int32, device=device),
             width,

@@ -10,7 +10,7 @@ from examples.distil.heads import Head, Medusa
 from examples.distil.masked import Block, Parallel
 from examples.distil.students import Student, Truncated
 from funcspec.drafters import Drafter, load_draft
-from funcspec.drafters.files import KINDS
+from funcspec.drafters.files import KINDS, read_draft
 from funcspec.errors import ModelError, refuse
 from funcspec.models.llama import Llama
 
@@ -69,6 +69,34 @@ def save(folder: Path, student: Student, token_ids: torch.Tensor) -> Path:
         about["mask_id"] = str(student.mask_id)
     save_file(tensors | {"token_ids": token_ids.to(torch.int32).cpu()}, folder / FILE, about)
     return folder / FILE
+
+
+def resume(path: Path, target: Llama, depth: int = 3, cuts: int = 32) -> tuple[Student, torch.Tensor]:
+    """A saved draft, to be trained further.
+
+    Args:
+        path: a file that `save` wrote.
+        target: the model that it foresees.
+        depth, cuts: as for `student_of`.
+
+    Returns:
+        the draft, and [N] int32 the tokens that it foresees.
+
+    Raises:
+        FileError: the file is missing, or is no such draft.
+        ModelError: it is a draft for another target.
+    """
+    about, tensors = read_draft(path, target)
+    ids, layers = tensors.pop("token_ids"), tuple(json.loads(about["target_layers"]))
+    kind, mask_id = about["kind"], int(about.get("mask_id", 0))
+    taken = tuple(range(sum(name.endswith(".qkv") for name in tensors))) if kind in ("standalone", "parallel") else layers
+    student = student_of(target, kind, taken, len(tensors["blocks"]) if kind == "medusa" else depth, mask_id, cuts)
+    shapes, found = ({name: tuple(value.shape) for name, value in those.items()} for those in (student.parameters, tensors))
+    if shapes != found:
+        name = min(name for name in shapes | found if shapes.get(name) != found.get(name))
+        refuse("path", f"{shapes.get(name)} for {name!r}", found.get(name), "start from a draft of this target", ModelError)
+    student.parameters = {name: value.to(target.device, torch.float32) for name, value in tensors.items()}
+    return student, ids
 
 
 def load(folder: Path, target: Llama) -> Drafter:

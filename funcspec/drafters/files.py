@@ -52,12 +52,8 @@ def load_draft(path: str | os.PathLike[str], target: Llama) -> Drafter:
         refuse("target", "a Llama of torch", type_name(target), "build the draft's model and drafter by hand", ArgumentTypeError)
     if not isinstance(path, str | os.PathLike):
         refuse("path", "the name of a file", type_name(path), "pass a str or a Path", ArgumentTypeError)
-    about, tensors = _read(Path(path))
+    about, tensors = read_draft(Path(path), target)
     kind, layers, token_ids = about["kind"], tuple(json.loads(about["target_layers"])), tensors.pop("token_ids")
-    if max(layers, default=0) > target.num_layers or int(token_ids.max()) >= target.vocab_size:
-        found = f"one of {target.num_layers} layers and {target.vocab_size} tokens"
-        expected = f"a target with hidden states {layers} and token {int(token_ids.max())}"
-        refuse("target", expected, found, "load the draft for the target that it was trained for", ModelError)
     weights = {name: value.to(target.device, target.dtype) for name, value in tensors.items()}
     return _drafter(kind, layers, int(about.get("mask_id", 0)), weights, token_ids.to(target.device), target)
 
@@ -83,8 +79,16 @@ def _drafter(
     return (mtp if kind == "mtp" else eagle)(head, token_ids)
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Metadata and tensors of a file."""
+def read_draft(path: Path, target: Llama) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Read a file of a draft, as `load_draft` describes it.
+
+    Returns:
+        its metadata, and its tensors as they lie in the file, "token_ids" among them.
+
+    Raises:
+        FileError: the file is missing, or is no such draft.
+        ModelError: it is a draft for another target.
+    """
     fix = "name a file that examples/distil wrote"
     try:
         with safe_open(path, "pt") as file:
@@ -99,7 +103,12 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         refuse("path", 'token ids [N] int32 as "token_ids"', "none" if ids is None else f"{ids.dtype} {tuple(ids.shape)}", fix, FileError)
     if about["kind"] in ("parallel", "dflash") and not about.get("mask_id", "").isdigit():
         refuse("path", "a mask_id", repr(about.get("mask_id"))[:60], fix, FileError)
+    layers = json.loads(about["target_layers"])
+    if max(layers, default=0) > target.num_layers or int(ids.max()) >= target.vocab_size:
+        found = f"one of {target.num_layers} layers and {target.vocab_size} tokens"
+        expected = f"a target with hidden states {layers} and token {int(ids.max())}"
+        refuse("target", expected, found, "load the draft for the target that it was trained for", ModelError)
     return about, tensors
 
 
-__all__ = ["KINDS", "load_draft"]
+__all__ = ["KINDS", "load_draft", "read_draft"]

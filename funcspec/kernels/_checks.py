@@ -15,52 +15,48 @@ OVERFLOWS = ("reference", "freeze")
 
 
 def check_index_array(name: str, array: torch.Tensor, length: int) -> None:
-    """Refuse what a kernel cannot address as `length` consecutive indices.
+    """Refuse what a kernel cannot address as `length` indices.
 
     Args:
         name: the argument, as the caller spells it.
-        array: what should be a contiguous 1-D int32 or int64 array; it may be longer than needed.
+        array: what should be a 1-D int32 or int64 array; it may be longer than needed.
         length: number of entries that will be read or written.
 
     Raises:
         ArgumentTypeError: another dtype.
-        ArgumentError: too short, not 1-D or not contiguous.
+        ArgumentError: too short or not 1-D.
     """
     if array.dtype not in INDEX_DTYPES:
         refuse(name, "int32 or int64", array.dtype, "convert it once, outside the loop", ArgumentTypeError)
     if array.dim() != 1 or array.shape[0] < length:
         refuse(name, f"a 1-D array of at least {length} entries", f"shape {tuple(array.shape)}", "pass arrays that belong to one batch")
-    if not array.is_contiguous():
-        refuse(name, "consecutive entries", f"stride {array.stride(0)}", "pass a contiguous array")
 
 
 def check_index_matrix(name: str, matrix: torch.Tensor, rows: int) -> None:
-    """Refuse what a kernel cannot address as at least `rows` rows of consecutive indices; rows may be any stride apart.
+    """Refuse what a kernel cannot address as at least `rows` rows of indices.
 
     Raises:
         ArgumentTypeError: neither int32 nor int64.
-        ArgumentError: not 2-D, too few rows, or columns that are not consecutive.
+        ArgumentError: not 2-D, or too few rows.
     """
     if matrix.dtype not in INDEX_DTYPES:
         refuse(name, "int32 or int64", matrix.dtype, "convert it once, outside the loop", ArgumentTypeError)
     if matrix.dim() != 2 or matrix.shape[0] < rows:
         refuse(name, f"a 2-D array of at least {rows} rows", f"shape {tuple(matrix.shape)}", "pass arrays that belong to one batch")
-    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
-        refuse(name, "consecutive columns", f"strides {matrix.stride()}", "pass rows that are contiguous")
 
 
 def check_flags(name: str, flags: torch.Tensor, length: int) -> None:
-    """Refuse what a kernel cannot address as `length` consecutive flags.
+    """Refuse what a kernel cannot address as `length` flags.
 
     Raises:
         ArgumentTypeError: not bool.
-        ArgumentError: too short, not 1-D or not contiguous.
+        ArgumentError: too short or not 1-D.
     """
     if flags.dtype != torch.bool:
         refuse(name, "bool", flags.dtype, "compare with 0 once, outside the loop", ArgumentTypeError)
-    if flags.dim() != 1 or flags.shape[0] < length or not flags.is_contiguous():
-        found = f"shape {tuple(flags.shape)}, strides {flags.stride()}"
-        refuse(name, f"a contiguous 1-D array of at least {length} flags", found, "pass arrays that belong to one batch")
+    if flags.dim() != 1 or flags.shape[0] < length:
+        found = f"shape {tuple(flags.shape)}"
+        refuse(name, f"a 1-D array of at least {length} flags", found, "pass arrays that belong to one batch")
 
 
 def check_other_buffer(name: str, out: torch.Tensor, read_name: str, read: torch.Tensor) -> None:
@@ -94,11 +90,11 @@ def check_overflow(overflow: str) -> None:
 
 
 def check_rows(rows: int, names: tuple[str, ...], arrays: tuple[torch.Tensor | NDArray[Any], ...]) -> None:
-    """Refuse arrays that are not exactly one integer for each row, one behind the other; temperatures are float32.
+    """Refuse arrays that are not exactly one integer for each row; temperatures are float32.
 
     Raises:
         ArgumentTypeError: another dtype.
-        ArgumentError: another shape, or gaps.
+        ArgumentError: another shape.
     """
     for name, array in zip(names, arrays, strict=True):
         if array.shape != (rows,):
@@ -106,29 +102,16 @@ def check_rows(rows: int, names: tuple[str, ...], arrays: tuple[torch.Tensor | N
         if array.dtype not in (FLOAT32 if name == "temperature" else INTEGERS):
             expected = "float32" if name == "temperature" else "int32 or int64"
             refuse(name, expected, array.dtype, "convert it once, outside the loop", ArgumentTypeError)
-        if not _is_contiguous(array):
-            refuse(name, "consecutive entries", f"strides {_strides(array)}", "pass a contiguous array")
 
 
 def check_matrix(name: str, matrix: torch.Tensor | NDArray[Any], rows: int) -> None:
-    """Refuse what is not that many rows of consecutive integers; rows may lie any distance apart.
+    """Refuse what is not that many rows of integers.
 
     Raises:
         ArgumentTypeError: another dtype.
-        ArgumentError: another shape, or gaps between columns.
+        ArgumentError: another shape.
     """
     if matrix.ndim != 2 or matrix.shape[0] != rows:
         refuse(name, f"{rows} rows", f"shape {tuple(matrix.shape)}", "pass arrays of one batch")
     if matrix.dtype not in INTEGERS:
         refuse(name, "int32 or int64", matrix.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if not _is_contiguous(matrix) and matrix.shape[1] > 1 and _strides(matrix)[1] != 1:
-        refuse(name, "consecutive columns", f"strides {_strides(matrix)}", "pass rows that are contiguous")
-
-
-def _is_contiguous(array: torch.Tensor | NDArray[Any]) -> bool:
-    return array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
-
-
-def _strides(array: torch.Tensor | NDArray[Any]) -> tuple[int, ...]:
-    """Strides in elements."""
-    return array.stride() if isinstance(array, torch.Tensor) else tuple(stride // array.itemsize for stride in array.strides)

@@ -288,6 +288,7 @@ accept_matching_ = Op(
     ),
     triton=_launch_accept_matching,
     reference=accept_matching_reference_,
+    strided=("tokens",),
     host=accept_matching_host_,
 )
 """Verify a round and commit it. R rows, W = K + 1 places, S stop ids, n = committed length.

@@ -209,6 +209,7 @@ append_drafts_ = Op(
     writes=("tokens", "num_draft", "num_drafted", "draft_len", "out_tokens"),
     triton=_launch_append_drafts,
     reference=append_drafts_reference_,
+    strided=("tokens",),
     host=append_drafts_host_,
 )
 """Append one draft per row, or several.

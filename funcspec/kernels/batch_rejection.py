@@ -139,21 +139,16 @@ def _check_batch(
 def _check_floats(name: str, array: torch.Tensor, dtypes: tuple[torch.dtype, ...], length: int) -> None:
     if array.dtype not in dtypes:
         refuse(name, " or ".join(map(str, dtypes)), array.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if array.dim() != 1 or array.shape[0] < length or not array.is_contiguous():
-        found = f"shape {tuple(array.shape)}, strides {array.stride()}"
-        refuse(name, f"a contiguous 1-D array of at least {length} entries", found, "pass arrays that belong to one batch")
+    if array.dim() != 1 or array.shape[0] < length:
+        found = f"shape {tuple(array.shape)}"
+        refuse(name, f"a 1-D array of at least {length} entries", found, "pass arrays that belong to one batch")
 
 
 def _check_probabilities(name: str, probabilities: torch.Tensor, tokens: int) -> None:
     if probabilities.dtype != torch.float32:
         refuse(name, "float32", probabilities.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if (
-        probabilities.dim() != 2
-        or probabilities.shape[0] < tokens
-        or (probabilities.shape[1] > 1 and tokens and probabilities.stride(1) != 1)
-    ):
-        found = f"shape {tuple(probabilities.shape)}, strides {probabilities.stride()}"
-        refuse(name, f"at least {tokens} rows of consecutive probabilities", found, "pass a row for each draft")
+    if probabilities.dim() != 2 or probabilities.shape[0] < tokens:
+        refuse(name, f"at least {tokens} rows of probabilities", f"shape {tuple(probabilities.shape)}", "pass a row for each draft")
 
 
 def _launch_rejection_greedy_sample(
@@ -233,6 +228,7 @@ rejection_greedy_sample_ = Op(
     writes=("out_token_ids",),
     triton=_launch_rejection_greedy_sample,
     reference=rejection_greedy_sample_reference_,
+    strided=("out_token_ids",),
 )
 """Emit the tokens of greedy rows: drafts while they equal the target's arg-max, then that arg-max, or the bonus token after all.
 
@@ -346,6 +342,7 @@ rejection_random_sample_ = Op(
     writes=("out_token_ids",),
     triton=_launch_rejection_random_sample,
     reference=rejection_random_sample_reference_,
+    strided=("draft_probs", "target_probs", "out_token_ids"),
 )
 """Emit the tokens of sampled rows: drafts while p >= u q, then a recovered token, or the bonus token after all.
 

@@ -276,9 +276,9 @@ def _launch_choose_tokens(
 def _check_array(name: str, array: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None) -> None:
     if array.dtype not in dtypes:
         refuse(name, " or ".join(map(str, dtypes)), array.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if (array.dim() != 1 if shape is None else array.shape != shape) or not array.is_contiguous():
-        expected = "a contiguous 1-D array" if shape is None else f"a contiguous array of shape {shape}"
-        refuse(name, expected, f"shape {tuple(array.shape)}, strides {array.stride()}", "pass arrays of one batch")
+    if array.dim() != 1 if shape is None else array.shape != shape:
+        expected = "a 1-D array" if shape is None else f"an array of shape {shape}"
+        refuse(name, expected, f"shape {tuple(array.shape)}", "pass arrays of one batch")
 
 
 def _check_inputs(
@@ -294,9 +294,8 @@ def _check_inputs(
 ) -> None:
     if logits.dtype not in _LOGIT_DTYPES:
         refuse("logits", "float32, bfloat16 or float16", logits.dtype, "let the model return one of these", ArgumentTypeError)
-    if logits.dim() != 2 or logits.shape[1] < 1 or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        fix = "pass rows of consecutive logits"
-        refuse("logits", "shape [T, V] with V >= 1 and stride 1 in V", f"shape {tuple(logits.shape)}, strides {logits.stride()}", fix)
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        refuse("logits", "shape [T, V] with V >= 1", f"shape {tuple(logits.shape)}", "pass rows of logits")
     count, vocab_size = logits.shape
     _check_array("token_rows", token_rows, (torch.int32,), None)
     if logits_indices is not None:
@@ -417,6 +416,7 @@ choose_tokens_ = Op(
     writes=("out_tokens", "out_bad", "scratch_scores", "scratch_tokens", "scratch_bad"),
     triton=_launch_choose_tokens,
     reference=choose_tokens_reference_,
+    strided=("logits",),
 )
 """Choose one token for every row of logits, to the bit of `funcspec.noise.choose`.
 

@@ -370,6 +370,7 @@ copy_and_expand_dflash_inputs_ = Op(
     ),
     triton=_launch_copy_and_expand_dflash_inputs,
     reference=copy_and_expand_dflash_inputs_reference_,
+    strided=("block_tables",),
 )
 """Make the target's tokens keys of a block drafter, and give every row a block of queries behind its kept tokens.
 

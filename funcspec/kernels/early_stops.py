@@ -44,21 +44,20 @@ def _check(
 ) -> None:
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         refuse("logits", "float32, bfloat16 or float16", logits.dtype, "let the model return one of these", ArgumentTypeError)
-    if logits.dim() != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        found = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
-        refuse("logits", "shape [T, V] with stride 1 in V", found, "pass rows of consecutive logits")
+    if logits.dim() != 2:
+        refuse("logits", "shape [T, V]", f"shape {tuple(logits.shape)}", "pass rows of logits")
     count, rows = logits.shape[0], min_len.shape[0]
     if out_logits.dtype != logits.dtype:
         refuse("out_logits", f"{logits.dtype}, as the logits are", out_logits.dtype, "allocate it like the logits", ArgumentTypeError)
-    if out_logits.shape != logits.shape or not out_logits.is_contiguous():
-        found = f"shape {tuple(out_logits.shape)}, strides {out_logits.stride()}"
-        refuse("out_logits", f"a contiguous array of shape {tuple(logits.shape)}", found, "allocate it like the logits")
+    if out_logits.shape != logits.shape:
+        found = f"shape {tuple(out_logits.shape)}"
+        refuse("out_logits", f"an array of shape {tuple(logits.shape)}", found, "allocate it like the logits")
     expected = {"token_rows": (token_rows, 1, count), "positions": (positions, 1, count), "stop_ids": (stop_ids, 2, rows)}
     for name, (array, dimensions, least) in {**expected, "min_len": (min_len, 1, rows)}.items():
         if array.dtype != torch.int32:
             refuse(name, "int32", array.dtype, "convert it once, outside the loop", ArgumentTypeError)
-        if array.dim() != dimensions or array.shape[0] != least or not array.is_contiguous():
-            refuse(name, f"{least} contiguous entries", f"shape {tuple(array.shape)}", "pass arrays of one batch")
+        if array.dim() != dimensions or array.shape[0] != least:
+            refuse(name, f"{least} entries", f"shape {tuple(array.shape)}", "pass arrays of one batch")
 
 
 def _launch_mask_early_stops(
@@ -113,6 +112,7 @@ mask_early_stops_ = Op(
     writes=("out_logits",),
     triton=_launch_mask_early_stops,
     reference=mask_early_stops_reference_,
+    strided=("logits",),
 )
 """Copy logits, with the stop ids of rows that may not stop yet made -inf.
 

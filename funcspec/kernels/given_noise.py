@@ -76,9 +76,9 @@ def gumbel_sample_kernel(
 def _check_matrix(name: str, matrix: torch.Tensor, dtypes: tuple[torch.dtype, ...], rows: int, columns: int) -> None:
     if matrix.dtype not in dtypes:
         refuse(name, " or ".join(map(str, dtypes)), matrix.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if matrix.dim() != 2 or matrix.shape[0] < rows or matrix.shape[1] < columns or (columns > 1 and rows and matrix.stride(1) != 1):
-        found = f"shape {tuple(matrix.shape)}, strides {matrix.stride()}"
-        refuse(name, f"at least {rows} rows of at least {columns} consecutive entries", found, "pass arrays of one batch")
+    if matrix.dim() != 2 or matrix.shape[0] < rows or matrix.shape[1] < columns:
+        found = f"shape {tuple(matrix.shape)}"
+        refuse(name, f"at least {rows} rows of at least {columns} entries", found, "pass arrays of one batch")
 
 
 def _check(
@@ -95,8 +95,8 @@ def _check(
     check_index_array("idx_mapping", idx_mapping, places)
     if temperature.dtype != torch.float32:
         refuse("temperature", "float32", temperature.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if temperature.dim() != 1 or not temperature.is_contiguous():
-        refuse("temperature", "a contiguous 1-D array", f"shape {tuple(temperature.shape)}", "pass one temperature for each state")
+    if temperature.dim() != 1:
+        refuse("temperature", "a 1-D array", f"shape {tuple(temperature.shape)}", "pass one temperature for each state")
     _check_matrix("noise_words", noise_words, (torch.int32,), places, vocab_size)
     check_index_array("out_tokens", out_tokens, places)
     if logits_cache is None or logits_cache_col is None:
@@ -107,9 +107,9 @@ def _check(
     if logits_cache.dtype != logits.dtype:
         refuse("logits_cache", f"{logits.dtype}, as the logits are", logits_cache.dtype, "allocate it like the logits", ArgumentTypeError)
     states = temperature.shape[0]
-    if logits_cache.dim() != 3 or logits_cache.shape[0] < states or logits_cache.shape[2] < vocab_size or logits_cache.stride(2) != 1:
-        found = f"shape {tuple(logits_cache.shape)}, strides {logits_cache.stride()}"
-        refuse("logits_cache", f"[>= {states}, C, >= {vocab_size}] with stride 1", found, "allocate a row for each state")
+    if logits_cache.dim() != 3 or logits_cache.shape[0] < states or logits_cache.shape[2] < vocab_size:
+        found = f"shape {tuple(logits_cache.shape)}"
+        refuse("logits_cache", f"[>= {states}, C, >= {vocab_size}]", found, "allocate a row for each state")
     if logits_cache_col.dim() == 0 and logits_cache_col.dtype in INDEX_DTYPES:
         return
     check_index_array("logits_cache_col", logits_cache_col, places)
@@ -194,6 +194,7 @@ gumbel_sample_ = Op(
     writes=("out_tokens", "logits_cache"),
     triton=_launch_gumbel_sample,
     reference=gumbel_sample_reference_,
+    strided=("logits", "noise_words", "logits_cache"),
 )
 """Choose a token for every row of logits with Gumbel noise from given words, and keep the logits it was drawn from.
 

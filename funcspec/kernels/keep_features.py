@@ -36,13 +36,13 @@ def _check(hidden: torch.Tensor, is_live: torch.Tensor, features: torch.Tensor, 
     """Refuse what does not fit; return W."""
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         refuse("hidden", "float32, bfloat16 or float16", hidden.dtype, "let the model return one of these", ArgumentTypeError)
-    if features.dtype != torch.float32 or features.dim() != 3 or not features.is_contiguous():
-        refuse("features", "contiguous float32 [R, P, F]", f"{features.dtype} {tuple(features.shape)}", "allocate it so", ArgumentTypeError)
+    if features.dtype != torch.float32 or features.dim() != 3:
+        refuse("features", "float32 [R, P, F]", f"{features.dtype} {tuple(features.shape)}", "allocate it so", ArgumentTypeError)
     rows, places, columns = features.shape
     if is_live.shape != (rows,) or is_live.dtype != torch.int32:
         refuse("is_live", f"int32 [{rows}]", f"{is_live.dtype} {tuple(is_live.shape)}", "pass arrays of one batch")
-    if hidden.dim() != 2 or (hidden.shape[0] % rows if rows else hidden.shape[0]) or (hidden.shape[1] > 1 and hidden.stride(1) != 1):
-        refuse("hidden", f"[{rows} * W, H] with stride 1 in H", f"shape {tuple(hidden.shape)}", "pass hidden states of one batch")
+    if hidden.dim() != 2 or (hidden.shape[0] % rows if rows else hidden.shape[0]):
+        refuse("hidden", f"[{rows} * W, H]", f"shape {tuple(hidden.shape)}", "pass hidden states of one batch")
     width = hidden.shape[0] // max(rows, 1)
     if width > places or first_column < 0 or first_column + hidden.shape[1] > columns:
         found = f"{width} places of columns {first_column} to {first_column + hidden.shape[1]}"
@@ -69,7 +69,9 @@ def keep_features_reference_(*, hidden: torch.Tensor, is_live: torch.Tensor, fea
     kept.copy_(torch.where((is_live != 0)[:, None, None], new, kept))
 
 
-keep_features_ = Op("keep_features", writes=("features",), triton=_launch_keep_features, reference=keep_features_reference_)
+keep_features_ = Op(
+    "keep_features", writes=("features",), triton=_launch_keep_features, reference=keep_features_reference_, strided=("hidden",)
+)
 """Copy hidden states of the first W places of every live row into some columns of that row's features.
 
 Args:

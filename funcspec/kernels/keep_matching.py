@@ -63,7 +63,9 @@ def keep_matching_reference_(*, guesses: torch.Tensor, chosen: torch.Tensor) -> 
                 break
 
 
-keep_matching_ = Op("keep_matching", writes=("chosen",), triton=_launch_keep_matching, reference=keep_matching_reference_)
+keep_matching_ = Op(
+    "keep_matching", writes=("chosen",), triton=_launch_keep_matching, reference=keep_matching_reference_, strided=("guesses",)
+)
 """Make every chosen token -1 that stands behind one that differs from its guess.
 
 A model that reads a row's guesses in one pass chooses, behind each of them, the token it would have drafted itself. As long as its choices

@@ -38,10 +38,10 @@ def _check_write(
     out_key_cache: torch.Tensor, out_value_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
 ) -> None:
     for name, cache, new in (("key", out_key_cache, key), ("value", out_value_cache, value)):
-        if cache.dim() != 4 or not cache.is_contiguous():
+        if cache.dim() != 4:
             refuse(
                 f"out_{name}_cache",
-                "a contiguous [num_blocks, block_size, kv_heads, head_dim]",
+                "[num_blocks, block_size, kv_heads, head_dim]",
                 tuple(cache.shape),
                 "pass one layer of the pool",
             )
@@ -67,8 +67,6 @@ def _launch_write_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     _check_write(out_key_cache, out_value_cache, key, value, slot_mapping)
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        refuse("key", "head_dim contiguous in key and value", (key.stride(), value.stride()), "call .contiguous()")
     if key.shape[0] == 0:
         return
     heads, head_dim = key.shape[1:]
@@ -111,7 +109,13 @@ def write_kv_reference_(
     out_value_cache.flatten(0, 1)[places] = value[written].to(out_value_cache.dtype)
 
 
-write_kv_ = Op("write_kv", writes=("out_key_cache", "out_value_cache"), triton=_launch_write_kv, reference=write_kv_reference_)
+write_kv_ = Op(
+    "write_kv",
+    writes=("out_key_cache", "out_value_cache"),
+    triton=_launch_write_kv,
+    reference=write_kv_reference_,
+    strided=("key", "value"),
+)
 """Write keys and values of T tokens to their slots; slot -1 writes nothing.
 
 Args:
@@ -153,8 +157,8 @@ def copy_blocks_kernel(
 
 
 def _check_copy(cache: torch.Tensor, *arrays: torch.Tensor) -> None:
-    if cache.dim() < 3 or not cache.is_contiguous():
-        refuse("cache", "a contiguous [num_layers, num_blocks, block_size, ...]", tuple(cache.shape), "pass a buffer of the pool")
+    if cache.dim() < 3:
+        refuse("cache", "[num_layers, num_blocks, block_size, ...]", tuple(cache.shape), "pass a buffer of the pool")
     names = ("source", "destination", "rows", "block_indices", "lengths")
     for name, array in zip(names, arrays, strict=True):
         if array.dtype not in (torch.int32, torch.int64):

@@ -43,8 +43,6 @@ def _check(
         if proposals.shape != out_proposals.shape:
             shape = f"the shape {tuple(out_proposals.shape)} of out_proposals"
             refuse(name, shape, tuple(proposals.shape), "propose up to K tokens a row")
-        if not proposals.is_contiguous():
-            refuse(name, "consecutive entries", f"strides {proposals.stride()}", "return a contiguous array")
     check_rows(out_proposals.shape[0], ("first_counts", "second_counts", "out_counts"), by_row)
 
 
@@ -104,7 +102,7 @@ longer_proposals_ = Op(
 A proposal has as many tokens as its count says, at most K, and ends before a negative id.
 
 Args:
-    first_proposals, second_proposals: [R, K] int32 proposed tokens, contiguous; what lies past a proposal is not looked at.
+    first_proposals, second_proposals: [R, K] int32 proposed tokens; what lies past a proposal is not looked at.
     first_counts, second_counts: [R] int32, how many of them there are.
     out_proposals: [R, K] int32, written: the longer one, -1 in other places.
     out_counts: [R] int32, written: how many tokens it has, 0 to K.

@@ -145,6 +145,7 @@ compute_new_slot_mapping_ = Op(
     writes=("out_slot_mapping",),
     triton=_launch_compute_new_slot_mapping,
     reference=compute_new_slot_mapping_reference_,
+    strided=("block_tables",),
 )
 """Map every token of a batch that has grown by N tokens a row to its cache slot.
 

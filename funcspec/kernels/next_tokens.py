@@ -49,9 +49,9 @@ def _check(
     check_positive("sampled_token_ids columns", width)
     if discard_request_mask.dtype != torch.bool:
         refuse("discard_request_mask", "bool", discard_request_mask.dtype, "compare with 0 once, outside the loop", ArgumentTypeError)
-    if discard_request_mask.dim() != 1 or discard_request_mask.shape[0] < rows or not discard_request_mask.is_contiguous():
+    if discard_request_mask.dim() != 1 or discard_request_mask.shape[0] < rows:
         shape = f"shape {tuple(discard_request_mask.shape)}"
-        refuse("discard_request_mask", f"a contiguous 1-D array of at least {rows} entries", shape, "pass arrays of one batch")
+        refuse("discard_request_mask", f"a 1-D array of at least {rows} entries", shape, "pass arrays of one batch")
     check_index_array("backup_next_token_ids", backup_next_token_ids, rows)
     check_index_array("out_next_token_ids", out_next_token_ids, rows)
     check_index_array("out_valid_sampled_tokens_count", out_valid_sampled_tokens_count, rows)
@@ -110,6 +110,7 @@ prepare_next_token_padded_ = Op(
     writes=("out_next_token_ids", "out_valid_sampled_tokens_count"),
     triton=_launch_prepare_next_token_padded,
     reference=prepare_next_token_padded_reference_,
+    strided=("sampled_token_ids",),
 )
 """Pick the token to feed next from what was sampled.
 

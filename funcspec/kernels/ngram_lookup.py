@@ -188,6 +188,7 @@ ngram_lookup_ = Op(
     writes=("out_proposals", "out_counts"),
     triton=_launch_ngram_lookup,
     reference=ngram_lookup_reference_,
+    strided=("tokens",),
     host=ngram_lookup_host_,
 )
 """Propose the tokens that followed an earlier occurrence of a row's newest tokens.

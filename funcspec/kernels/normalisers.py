@@ -183,7 +183,7 @@ def keep_proposals_reduce_kernel(
 
 
 def check_logits(name: str, logits: torch.Tensor) -> None:
-    """Refuse what is not rows of consecutive float logits.
+    """Refuse what is not rows of float logits.
 
     Raises:
         ArgumentTypeError: another dtype.
@@ -191,22 +191,21 @@ def check_logits(name: str, logits: torch.Tensor) -> None:
     """
     if logits.dtype not in LOGIT_DTYPES:
         refuse(name, "float32, bfloat16 or float16", logits.dtype, "let the model return one of these", ArgumentTypeError)
-    if logits.dim() != 2 or logits.shape[1] < 1 or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        found = f"shape {tuple(logits.shape)}, strides {logits.stride()}"
-        refuse(name, "shape [T, V] with V >= 1 and stride 1 in V", found, "pass rows of consecutive logits")
+    if logits.dim() != 2 or logits.shape[1] < 1:
+        refuse(name, "shape [T, V] with V >= 1", f"shape {tuple(logits.shape)}", "pass rows of logits")
 
 
 def check_buffer(name: str, array: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Refuse anything but a contiguous array of this dtype and shape.
+    """Refuse anything but an array of this dtype and shape.
 
     Raises:
         ArgumentTypeError: another dtype.
-        ArgumentError: another shape, or gaps.
+        ArgumentError: another shape.
     """
     if array.dtype != dtype:
         refuse(name, str(dtype), array.dtype, "convert it once, outside the loop", ArgumentTypeError)
-    if array.shape != shape or not array.is_contiguous():
-        refuse(name, f"a contiguous array of shape {shape}", f"shape {tuple(array.shape)}, strides {array.stride()}", "allocate it so")
+    if array.shape != shape:
+        refuse(name, f"an array of shape {shape}", f"shape {tuple(array.shape)}", "allocate it so")
 
 
 def _check(
@@ -338,6 +337,7 @@ keep_proposals_ = Op(
     writes=("draft_logits", "draft_normalisers", "is_point", "scratch"),
     triton=_launch_keep_proposals,
     reference=keep_proposals_reference_,
+    strided=("logits",),
 )
 """Keep what the next draft of each row, or the next C drafts, were drawn from, before they are appended.
 

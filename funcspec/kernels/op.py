@@ -29,6 +29,8 @@ class Op:
         name: the operation's name.
         writes: names of the arguments it writes; all others are only read.
         triton: the Triton launcher.
+        strided: names of the arguments whose last dimension alone must have no gaps: the kernel is told how far the others lie
+            apart. In all other arguments every entry must lie behind the one before it.
         reference: the same contract in plain torch; the specification.
         host: the same contract on NumPy views of CPU tensors, row by row. For the few rows a CPU decodes, the small integer
             work of a round is mostly the overhead of calls, and this has the least. It serves arguments with up to
@@ -39,6 +41,7 @@ class Op:
     writes: tuple[str, ...]
     triton: Callable[..., None]
     reference: Callable[..., None]
+    strided: tuple[str, ...] = ()
     host: Callable[..., None] | None = None
 
     def __call__(self, *, backend: Backend | None = None, **arguments: Any) -> None:
@@ -50,10 +53,11 @@ class Op:
 
         Raises:
             ArgumentTypeError: a written argument cannot be written in place.
+            ArgumentError: an array has gaps between its entries.
             BackendError: Triton was asked for where it cannot run.
         """
         if backend is None and self.host is not None and len(arguments["tokens"]) <= HOST_ROWS:
-            views = _host_views(arguments)
+            views = self._host_views(arguments)
             if views is not None:
                 self.host(**views)
                 return
@@ -63,11 +67,13 @@ class Op:
                 if not hasattr(value, "__dlpack__") or isinstance(value, np.generic):
                     continue
                 value = arguments[name] = self._import(name, value)
+            if not value.is_contiguous():
+                self._check_gaps(name, value)
             if device is None:
                 device = value.device.type
         if backend is None:
             backend = "triton" if device == "cuda" else "reference"
-        if backend == "host" and self.host is not None and (views := _host_views(arguments)) is not None:
+        if backend == "host" and self.host is not None and (views := self._host_views(arguments)) is not None:
             self.host(**views)
         elif backend == "reference":
             self.reference(**arguments)
@@ -90,27 +96,34 @@ class Op:
             )
         return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.flags.writeable else torch.from_dlpack(value)
 
+    def _check_gaps(self, name: str, array: torch.Tensor) -> None:
+        """Refuse a layout that the kernel would read wrong."""
+        if array.numel() and not (name in self.strided and (array.stride(-1) == 1 or array.shape[-1] == 1)):
+            expected = "consecutive columns" if name in self.strided else "consecutive entries"
+            refuse(name, expected, f"strides {array.stride()}", "pass a contiguous array")
 
-def _host_views(arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments with CPU tensors as NumPy views; None if any array is something else.
+    def _host_views(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """Arguments with CPU tensors as NumPy views; None if any array is something else.
 
-    A view is made once and kept on its tensor: launches reuse the same buffers thousands of times a second.
-    """
-    views = {}
-    for name, value in arguments.items():
-        if type(value) is torch.Tensor:
-            if value.is_cuda:
+        A view is made once and kept on its tensor: launches reuse the same buffers thousands of times a second.
+        """
+        views = {}
+        for name, value in arguments.items():
+            if type(value) is torch.Tensor:
+                if value.is_cuda:
+                    return None
+                if not value.is_contiguous():
+                    self._check_gaps(name, value)
+                address, view = value.__dict__.get("_funcspec_host_view", NO_VIEW)
+                if address != value.data_ptr() or view.shape != value.shape:
+                    view = value.numpy()
+                    value._funcspec_host_view = value.data_ptr(), view  # type: ignore[attr-defined]
+                views[name] = view
+            elif hasattr(value, "__dlpack__"):
                 return None
-            address, view = value.__dict__.get("_funcspec_host_view", NO_VIEW)
-            if address != value.data_ptr() or view.shape != value.shape:
-                view = value.numpy()
-                value._funcspec_host_view = value.data_ptr(), view  # type: ignore[attr-defined]
-            views[name] = view
-        elif hasattr(value, "__dlpack__"):
-            return None
-        else:
-            views[name] = value
-    return views
+            else:
+                views[name] = value
+        return views
 
 
 @contextmanager

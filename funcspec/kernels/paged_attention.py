@@ -145,8 +145,6 @@ def _check(
             (tuple(key_cache.shape), tuple(value_cache.shape)),
             "pass one layer of the pool",
         )
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
-        refuse("key_cache", "contiguous key_cache, value_cache and out", "another layout", "pass one layer of the pool and a fresh out")
     if query.dim() != 3 or query.shape[2] != key_cache.shape[3] or query.shape[1] % key_cache.shape[2]:
         refuse(
             "query",
@@ -192,8 +190,8 @@ def _check_variants(heads: int, sliding_window: int | None, softcap: float | Non
             refuse("softcap", "a number or None", type(softcap).__name__, "pass the bound of the scores", ArgumentTypeError)
         if not 0 < softcap < float("inf"):
             refuse("softcap", "a positive finite number", softcap, "pass None where scores are not capped")
-    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
-        refuse("sinks", f"{heads} contiguous scores, one for each head", tuple(sinks.shape), "pass one score for each query head")
+    if sinks is not None and sinks.shape != (heads,):
+        refuse("sinks", f"{heads} scores, one for each head", tuple(sinks.shape), "pass one score for each query head")
 
 
 def _launch_paged_attention(
@@ -214,13 +212,6 @@ def _launch_paged_attention(
 ) -> None:
     arrays = out, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, positions
     _check(*arrays, max_query_len, sliding_window, softcap, sinks)
-    if query.stride(2) != 1 or block_tables.stride(1) != 1:
-        refuse(
-            "query",
-            "query and block_tables contiguous in their last dimension",
-            (query.stride(), block_tables.stride()),
-            "call .contiguous()",
-        )
     _, block_size, kv_heads, head_dim = key_cache.shape
     group = query.shape[1] // kv_heads
     # Tile sizes follow from the model alone: a size that followed the batch would reorder sums.
@@ -415,7 +406,13 @@ def paged_attention_reference_(
             _attend(out[some], query[some], key_cache, value_cache, tables[row], first_seen, last_seen, scale, softcap, sinks)
 
 
-paged_attention_ = Op("paged_attention", writes=("out",), triton=_launch_paged_attention, reference=paged_attention_reference_)
+paged_attention_ = Op(
+    "paged_attention",
+    writes=("out",),
+    triton=_launch_paged_attention,
+    reference=paged_attention_reference_,
+    strided=("query", "block_tables"),
+)
 """Attention of ragged rows over a paged cache; arithmetic in fp32 whatever the dtypes.
 
 The query token at position p of row r sees the keys of its row at positions up to p and below seq_lens[r]. A query that sees

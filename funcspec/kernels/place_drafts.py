@@ -173,6 +173,7 @@ place_drafts_ = Op(
     writes=("tokens", "num_draft", "num_drafted", "out_tokens"),
     triton=_launch_place_drafts,
     reference=place_drafts_reference_,
+    strided=("tokens",),
     host=place_drafts_host_,
 )
 """Make proposed tokens the drafts of their rows.

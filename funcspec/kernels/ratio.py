@@ -352,6 +352,7 @@ judge_drafts_ = Op(
     writes=("out_verdicts", "out_indices", "out_bad", "out_normalisers", "scratch"),
     triton=_launch_judge_drafts,
     reference=judge_drafts_reference_,
+    strided=("logits", "tokens"),
 )
 """Judge the drafts of a round by the ratio test, each as if those before it were kept. R rows, W = K + 1 places.
 

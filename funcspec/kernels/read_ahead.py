@@ -90,6 +90,7 @@ read_ahead_ = Op(
     writes=("out_proposals", "out_counts"),
     triton=_launch_read_ahead,
     reference=read_ahead_reference_,
+    strided=("table",),
 )
 """Propose table[r, n], table[r, n + 1], ... to row r, where n is its committed length: at most K, none past the table or behind a -1.
 

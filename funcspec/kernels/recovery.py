@@ -343,6 +343,7 @@ recover_tokens_ = Op(
     writes=("out_chosen", "out_bad", "scratch"),
     triton=_launch_recover_tokens,
     reference=recover_tokens_reference_,
+    strided=("logits", "tokens"),
 )
 """Turn verdicts on drafts into the tokens of a round, for `accept_matching_`. R rows, W = K + 1 places.
 

@@ -194,13 +194,12 @@ def rejection_sample_kernel(
 
 
 def _check_floats(name: str, array: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
-    """Refuse another dtype, a smaller shape, or last entries that are not consecutive."""
+    """Refuse another dtype or a smaller shape."""
     if array.dtype not in dtypes:
         refuse(name, " or ".join(map(str, dtypes)), array.dtype, "convert it once, outside the loop", ArgumentTypeError)
     is_large = array.dim() == len(shape) and all(size >= least for size, least in zip(array.shape, shape, strict=True))
-    if not is_large or (array.shape[-1] > 1 and array.numel() and array.stride(-1) != 1):
-        found = f"shape {tuple(array.shape)}, strides {array.stride()}"
-        refuse(name, f"at least {list(shape)}, the last of them consecutive", found, "pass arrays that belong to one batch")
+    if not is_large:
+        refuse(name, f"at least {list(shape)}", f"shape {tuple(array.shape)}", "pass arrays that belong to one batch")
 
 
 def _check(
@@ -394,6 +393,7 @@ rejection_sample_ = Op(
     writes=("out_token_ids", "out_num_sampled"),
     triton=_launch_rejection_sample,
     reference=rejection_sample_reference_,
+    strided=("target_logits", "draft_logits", "noise_words", "out_token_ids"),
 )
 """Verify the drafts of a batch and choose the token behind those that are kept, with given coins and noise.
 

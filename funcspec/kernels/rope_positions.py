@@ -31,8 +31,8 @@ def rope_positions_kernel(
 
 
 def _check(table: torch.Tensor, token_rows: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
-    if table.dtype != torch.int32 or table.dim() != 3 or not table.is_contiguous():
-        refuse("table", "contiguous int32 [R, A, L]", f"{table.dtype} {tuple(table.shape)}", "allocate it so", ArgumentTypeError)
+    if table.dtype != torch.int32 or table.dim() != 3:
+        refuse("table", "int32 [R, A, L]", f"{table.dtype} {tuple(table.shape)}", "allocate it so", ArgumentTypeError)
     count = token_rows.shape[0]
     arrays = {
         "token_rows": (token_rows, (count,)),
@@ -40,8 +40,8 @@ def _check(table: torch.Tensor, token_rows: torch.Tensor, positions: torch.Tenso
         "out_rope_positions": (out, (table.shape[1], count)),
     }
     for name, (array, shape) in arrays.items():
-        if array.dtype != torch.int32 or not array.is_contiguous():
-            refuse(name, "contiguous int32", f"{array.dtype} of strides {array.stride()}", "convert it", ArgumentTypeError)
+        if array.dtype != torch.int32:
+            refuse(name, "int32", array.dtype, "convert it", ArgumentTypeError)
         if tuple(array.shape) != shape:
             refuse(name, f"shape {shape} for {count} tokens", tuple(array.shape), "pass arrays of one pass")
 

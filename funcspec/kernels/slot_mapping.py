@@ -163,6 +163,7 @@ compute_slot_mapping_ = Op(
     writes=("out_slot_mapping",),
     triton=_launch_compute_slot_mapping,
     reference=compute_slot_mapping_reference_,
+    strided=("block_tables",),
 )
 """Map every token of a flat batch to its place in a paged cache.
 

@@ -174,6 +174,7 @@ step_slot_mapping_metadata_ = Op(
     writes=("seq_lens", "out_positions", "out_slot_mapping"),
     triton=_launch_step_slot_mapping_metadata,
     reference=step_slot_mapping_metadata_reference_,
+    strided=("block_tables",),
 )
 """Advance every row by one draft step.
 

@@ -416,6 +416,7 @@ suffix_lookup_ = Op(
     writes=("out_proposals", "out_counts", "scratch"),
     triton=_launch_suffix_lookup,
     reference=suffix_lookup_reference_,
+    strided=("tokens", "corpus"),
     host=suffix_lookup_host_,
 )
 """Propose what most often followed a row's newest tokens, in the row itself and in other text.

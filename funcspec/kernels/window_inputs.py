@@ -387,6 +387,7 @@ window_inputs_ = Op(
     writes=OUTPUTS,
     triton=_launch_window_inputs,
     reference=window_inputs_reference_,
+    strided=("tokens", "block_tables", "masks"),
     host=window_inputs_host_,
 )
 """Derive the inputs of one pass from the rows' sequences. R rows, windows of W places.

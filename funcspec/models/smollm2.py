@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import jax
-import numpy as np
 import torch
+from safetensors import safe_open
 
 from funcspec.errors import ModelError, refuse
 from funcspec.models.gguf import gguf_tokenizer, read_gguf
@@ -106,9 +106,10 @@ def load_draft(target: Llama | JaxLlama) -> tuple[Llama, torch.Tensor] | tuple[J
         ModelError: the target is not SmolLM2-135M.
     """
     _check_target(target)
-    embed, token_ids = _shared(target)
+    embed = _embedding(target)
     config = replace(target.config, num_layers=2)
-    with as_file(DATA / "draft-smollm2-trunc.safetensors") as path:
+    with as_file(DATA / "draft-smollm2-standalone.safetensors") as path:
+        token_ids = _token_ids(path, embed.device)
         draft = Llama.from_safetensors(path, config, embed=embed, output_token_ids=token_ids, dtype=embed.dtype, device=embed.device)
     return (draft, token_ids) if isinstance(target, Llama) else _with_ids(JaxLlama.from_torch(draft))
 
@@ -136,10 +137,11 @@ def load_head(target: Llama | JaxLlama) -> tuple[EagleHead, torch.Tensor] | tupl
         >>> drafter = fs.drafters.eagle(*load_head(load_target()))  # doctest: +SKIP
     """
     _check_target(target)
-    embed, token_ids = _shared(target)
+    embed = _embedding(target)
     shape = {**vars(target.config), "num_layers": 1}
     config = EagleConfig(**shape, target_layers=(target.num_layers,), embed_norm=True)
-    with as_file(DATA / "draft-smollm2-head.safetensors") as path:
+    with as_file(DATA / "draft-smollm2-eagle.safetensors") as path:
+        token_ids = _token_ids(path, embed.device)
         head = EagleHead.from_safetensors(path, config, embed=embed, output_token_ids=token_ids, dtype=embed.dtype, device=embed.device)
     return (head, token_ids) if isinstance(target, Llama) else _with_ids(JaxEagleHead.from_torch(head))
 
@@ -152,12 +154,16 @@ def _check_target(target: Llama | JaxLlama) -> None:
         refuse("target", "SmolLM2-135M, for which the drafts were made", found, "train a draft for this model", ModelError)
 
 
-def _shared(target: Llama | JaxLlama) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding as a tensor, and on its device [8192] int32: what each output place of the drafts stands for."""
+def _embedding(target: Llama | JaxLlama) -> torch.Tensor:
+    """The target's embedding as a tensor, which the drafts share."""
     embed = target.weights["embed"]
-    shared = torch.from_dlpack(embed) if isinstance(embed, jax.Array) else embed
-    with as_file(DATA / "draft-smollm2-token-ids.npy") as path:
-        return shared, torch.from_numpy(np.load(path)).to(shared.device)
+    return torch.from_dlpack(embed) if isinstance(embed, jax.Array) else embed
+
+
+def _token_ids(path: Path, device: torch.device) -> torch.Tensor:
+    """[8192] int32: what each output place of a draft stands for."""
+    with safe_open(path, "pt") as file:
+        return file.get_tensor("token_ids").to(device)
 
 
 def _with_ids(draft: JaxDraft) -> tuple[JaxDraft, jax.Array]:

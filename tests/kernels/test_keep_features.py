@@ -148,7 +148,7 @@ def test_refusals_write_nothing(backend: str, kernel_device: str) -> None:
 
     refused(ArgumentTypeError, "^hidden: expected float32, bfloat16 or float16, got torch.float64", hidden=array(4, 3, dtype=torch.float64))
     refused(ArgumentTypeError, "^hidden", hidden=array(4, 3, dtype=torch.int32))
-    refused(ArgumentError, r"^hidden: expected \[2 \* W, H\] with stride 1 in H, got shape \(5, 3\)", hidden=array(5, 3))
+    refused(ArgumentError, r"^hidden: expected \[2 \* W, H\], got shape \(5, 3\)", hidden=array(5, 3))
     refused(ArgumentError, "^hidden", hidden=array(12))
     refused(ArgumentError, "^hidden", hidden=array(3, 4).T)
     refused(ArgumentError, "^features: expected room for 4 places of 5 columns, got 5 places of columns 0 to 3", hidden=array(10, 3))
@@ -156,6 +156,6 @@ def test_refusals_write_nothing(backend: str, kernel_device: str) -> None:
     refused(ArgumentError, "^features: .* columns -1 to 2", first_column=-1)
     refused(ArgumentError, r"^is_live: expected int32 \[2\]", is_live=array(3, dtype=torch.int32))
     refused(ArgumentError, "^is_live", is_live=array(2, dtype=torch.bool))
-    refused(ArgumentTypeError, "^features: expected contiguous float32", features=array(2, 4, 5, dtype=torch.bfloat16))
+    refused(ArgumentTypeError, "^features: expected float32", features=array(2, 4, 5, dtype=torch.bfloat16))
     refused(ArgumentTypeError, "^features", features=array(2, 20))
-    refused(ArgumentTypeError, "^features", features=array(2, 4, 9)[:, :, :5])
+    refused(ArgumentError, "^features: expected consecutive entries", features=array(2, 4, 9)[:, :, :5])
