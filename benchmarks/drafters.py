@@ -17,6 +17,7 @@ from benchmarks.prompts import prompt_tokens
 from benchmarks.timing import synchronise
 from examples.distil.drafts import load
 from funcspec.drafters import Drafter, best_of, cascade, eagle, early_exit, fallback, ngram, standalone, suffix
+from funcspec.loading import MODELS
 from funcspec.metrics import statistics
 from funcspec.models import smollm2
 from funcspec.models.llama import Llama
@@ -30,6 +31,8 @@ def drafters(target: Llama, trained: list[Path]) -> dict[str, Drafter]:
     found: dict[str, Drafter] = {
         "standalone, two layers": own,
         "eagle": head,
+        "mtp": MODELS["mtp"](target),
+        "medusa": MODELS["medusa"](target),
         "ngram": ngram(),
         "suffix": suffix(),
         "best_of(ngram, suffix)": best_of(ngram(), suffix()),
@@ -100,11 +103,12 @@ def main() -> None:
     made: dict[str, Drafter] = drafters(target, settings.trained)
     show: Callable[[list[float]], str] = lambda rates: " ".join(f"{rate:.2f}" for rate in rates)  # noqa: E731
     for name, drafter in made.items():
+        most = min(settings.drafts, getattr(drafter.kv_model, "num_heads", settings.drafts))
         cells = []
         for kind in ("text", "chat"):
-            rates, tokens = accepted(target, drafter, prompts[kind], settings.drafts, settings.max_tokens)
+            rates, tokens = accepted(target, drafter, prompts[kind], most, settings.max_tokens)
             cells += [show(rates), f"{tokens:.2f}"]
-        spent = cost(target, drafter, prompts["text"][0], settings.drafts, settings.rounds)
+        spent = cost(target, drafter, prompts["text"][0], most, settings.rounds)
         print(f"| {name} | {' | '.join(cells)} | {spent:.3f} |", flush=True)
 
 

@@ -314,7 +314,7 @@ def test_past_outputs_are_data_of_a_program() -> None:
         assert turn(state, suffix(corpus=lists))[1].num_accepted.tolist() == [accepted]
     assert len(traces) == 1
     assert turn(state, suffix(corpus=[[0, 1, 2, 3, 4, 0]] * 3))[1].num_accepted.tolist() == [2] and len(traces) == 2
-    assert [leaf.shape for leaf in jax.tree.leaves(drafter)] == [(1, 4)] and jax.tree.leaves(suffix()) == []
+    assert [leaf.shape for leaf in jax.tree.leaves(drafter)] == [(1, 8)] and jax.tree.leaves(suffix()) == []
     assert turn(state, suffix())[1].num_drafted.tolist() == [0] and len(traces) == 3
     again = jax.tree.unflatten(jax.tree.structure(drafter), jax.tree.leaves(drafter))
     assert again.budgets == drafter.budgets and again.max_outputs == drafter.max_outputs
@@ -347,10 +347,10 @@ def test_outputs_are_added_to_a_new_drafter() -> None:
     lines = [[] if each.corpus is None else [line.tolist() for line in each.corpus.lines()] for each in (first, second, third)]
     assert lines == [[], [[1, 2, 3], [4]], [[4], [5, 6], [7, 8, 9, 1]]]  # the oldest is left out
     assert third.factor == 2.0 and third.max_outputs == 3 and third.corpus is not None
-    assert third.corpus.tokens.shape == (4, 4) and third.corpus.tokens.dtype == np.int32
+    assert third.corpus.tokens.shape == (4, 8) and third.corpus.tokens.dtype == np.int32
     with pytest.raises(ValueError, match="read-only"):
         third.corpus.tokens[0, 0] = 5
-    assert suffix(corpus=[[1], [2], [3], [4]], max_outputs=2).corpus.tokens.tolist() == [[3], [4]]  # type: ignore[union-attr]
+    assert suffix(corpus=[[1], [2], [3], [4]], max_outputs=2).corpus.tokens.tolist() == [[3, -1], [4, -1]]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["list", "numpy", "torch", "jax"])

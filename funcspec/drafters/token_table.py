@@ -21,7 +21,8 @@ MAX_TOKEN = 2**31 - 2
 class TokenTable:
     """Token lists, a line each; a value that nobody writes to, and a leaf of the drafter that holds it.
 
-    Both sizes are powers of two, so that programs and kernels seldom meet a new shape when lists are added.
+    Both sizes are powers of two, so that programs and kernels seldom meet a new shape when lists are added; no list fills its line, so that
+    end to end they stay apart.
 
     Attributes:
         tokens: [N, M] int32, -1 where there is no token. On the host; in a JAX program that takes the drafter as an argument, on the
@@ -91,7 +92,7 @@ def token_table(argument: str, tokens: Any) -> TokenTable:
 
 
 def _table(lines: Sequence[np.ndarray]) -> TokenTable:
-    table = np.full((next_power_of_2(len(lines)), next_power_of_2(max(map(len, lines), default=0))), NO_TOKEN, dtype=np.int32)
+    table = np.full((next_power_of_2(len(lines)), next_power_of_2(max(map(len, lines), default=0) + 1)), NO_TOKEN, dtype=np.int32)
     for number, line in enumerate(lines):
         table[number, : len(line)] = line
     table.setflags(write=False)

@@ -23,6 +23,9 @@ TILE = 2048
 BINS = 512
 """Bins in which a program counts tokens before it looks at any of them: what a bin holds bounds what its tokens have."""
 
+MANY = 256
+"""Tokens that the host form counts by sorting, from where that is quicker than a dictionary."""
+
 WALK = 4
 """Numbers that a walk leaves behind: sum of the counts on its way, occurrences it began with, drafts, a place where it can be read."""
 
@@ -364,7 +367,7 @@ def suffix_lookup_host_(
     out_counts.fill(0)
     part = np.array([NO_TOKEN], dtype=tokens.dtype)
     texts = [np.append(row[:count], part) for row, count in zip(tokens, num_tokens.tolist(), strict=True)]
-    outputs = part if corpus is None else np.pad(corpus, ((0, 0), (0, 1)), constant_values=NO_TOKEN).ravel()
+    outputs = part if corpus is None else _end_to_end(corpus)
     for row, (live, limit) in enumerate(zip(is_live.tolist(), row_limit.tolist(), strict=True)):
         newest = texts[row][:-1]
         most = min(out_proposals.shape[1], limit - len(newest) - 1)
@@ -372,13 +375,20 @@ def suffix_lookup_host_(
             continue
         others = [text for number, text in enumerate(texts) if number != row] if shared else []
         best, of, drafts = 0, 1, []
-        for text in (texts[row], np.concatenate([part, *others, outputs]) if others or corpus is not None else part):
+        for text in (texts[row], np.concatenate([*others, outputs]) if others else outputs):
             for behind, budget in reversed(list(_occurrences(text, newest, budgets))):
                 total, found = _walk_host(text, behind, min(budget, most), min_probability)
                 if total * of > best * len(behind):
                     best, of, drafts = total, len(behind), found
         out_proposals[row, : len(drafts)] = drafts
         out_counts[row] = len(drafts)
+
+
+def _end_to_end(corpus: np.ndarray) -> np.ndarray:
+    """All lines one behind the other, parted by -1: a view, if no line is full."""
+    if corpus.shape[1] and (corpus[:, -1] == NO_TOKEN).all():
+        return corpus.reshape(-1)
+    return np.pad(corpus, ((0, 0), (0, 1)), constant_values=NO_TOKEN).ravel()
 
 
 def _occurrences(text: np.ndarray, newest: np.ndarray, budgets: tuple[int, ...]) -> Iterator[tuple[np.ndarray, int]]:
@@ -400,15 +410,24 @@ def _walk_host(text: np.ndarray, behind: np.ndarray, budget: int, min_probabilit
     needed, total, drafts = len(behind) * min_probability.numerator, 0, []
     while len(drafts) < budget:
         following = text[behind]
-        counts = Counter(following.tolist())
-        counts.pop(NO_TOKEN, None)
-        most = max(counts.values(), default=0)
+        token, most = _commonest(following)
         if most == 0 or most * min_probability.denominator < needed:
             break
-        drafts.append(min(token for token, count in counts.items() if count == most))
+        drafts.append(token)
         total += most
         behind = behind[following == drafts[-1]] + 1
     return total, drafts
+
+
+def _commonest(following: np.ndarray) -> tuple[int, int]:
+    """The most frequent token, of equally frequent ones the lowest id, and how often it is there; 0 times if there is none."""
+    if len(following) > MANY:
+        ids, counts = np.unique(following[following >= 0], return_counts=True)
+        return (int(ids[counts.argmax()]), int(counts.max())) if len(ids) else (NO_TOKEN, 0)
+    counter = Counter(following.tolist())
+    counter.pop(NO_TOKEN, None)
+    most = max(counter.values(), default=0)
+    return min((token for token, count in counter.items() if count == most), default=NO_TOKEN), most
 
 
 suffix_lookup_ = Op(

@@ -206,6 +206,18 @@ def test_every_number_of_drafts(backend: Backend, kernel_device: str, most: int)
     assert look_up(backend, kernel_device, [row, row[:-1]], most, budgets=(0, 0, 0, 0, 8))[0] == row[8:][:most]
 
 
+@pytest.mark.parametrize("count", [100, 400])
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("form", ["reference", "host"])
+def test_ties_among_many_go_to_the_lowest_id(form: Backend, count: int, is_full: bool) -> None:
+    """Of 5 and 3, each behind half of all 9s, the 3 and nothing behind it; also where texts fill their lines."""
+    corpus = [[9, (5, 3)[number % 2]] for number in range(count)]
+    lines = corpus if is_full else [[*line, -1] for line in corpus]
+    assert look_up(form, "cpu", [[8, 9]], 2, corpus=lines, budgets=(2,)) == [[3]]
+    assert look_up(form, "cpu", [[8, 9]], 2, corpus=[[9, 3], *lines, [9, 5]], budgets=(2,)) == [[3]]
+    assert look_up(form, "cpu", [[8, 9]], 2, corpus=[[9, 5], *lines], budgets=(2,)) == [[5]]
+
+
 def test_a_frequent_token_among_many(backend: Backend, kernel_device: str) -> None:
     """Two hundred tokens come once after 9, one comes twice; what shares a bin with it or with another does not."""
     others = np.random.default_rng(0).permutation(np.arange(10, 1010, 5)).tolist()
