@@ -4,7 +4,7 @@
 
 Nothing is downloaded. The target writes the text itself, from the beginnings of what the installed Python documents about itself and
 from opened chat turns, so that the drafts learn what they will be asked to foresee. The texts are written once; then each kind of draft is
-trained on them for the same time, and saved in a folder of its name:
+trained on them for the same time, and saved in a folder of its name. A saved draft is trained further with `--start FILE`. Kinds:
 
 * `standalone`: some of the target's own layers as a small language model with KV of its own;
 * `parallel`: the same, with mask tokens behind the newest one, so that one pass foresees several tokens (PARD);
