@@ -227,7 +227,7 @@ def test_head_shares_the_embedding(target: Llama) -> None:
 @needs_weights
 @pytest.mark.parametrize(("rule", "temperature"), [(fs.rules.greedy, 0.0), (fs.rules.coupled, 0.7)], ids=["greedy", "coupled"])
 def test_head_drafts_well_and_changes_no_token(target: Llama, rule: fs.rules.Rule, temperature: float) -> None:
-    """Of its greedy first drafts 29 of 45 are kept here, 0.64; on twenty held-out passages it was 0.63."""
+    """Of its greedy first drafts 28 of 47 are kept here, 0.60; on twenty held-out passages it was 0.66."""
     tokenizer = smollm2.load_tokenizer()
     prompts = [tokenizer.encode(text).ids for text in (STACK, SUM)]
     config = fs.SpecConfig(max_num_reqs=2, max_model_len=112, num_speculative_tokens=3, rule=rule)
@@ -238,7 +238,7 @@ def test_head_drafts_well_and_changes_no_token(target: Llama, rule: fs.rules.Rul
     rates = statistics(runs[0], 3).acceptance_by_position
     assert rates[0] > rates[1] > rates[2] > 0
     if temperature == 0:
-        assert rates[0] == pytest.approx(0.64, abs=0.1)
+        assert rates[0] == pytest.approx(0.6, abs=0.1)
 
 
 @needs_weights
