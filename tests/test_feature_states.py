@@ -1,6 +1,5 @@
 """States whose draft reads hidden states: purity, donation, forks, cutting back, limits, failures. Every wrong feature is noticed."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -8,12 +7,10 @@ import pytest
 import torch
 from feature_truth import check_features, feature_pair, same_bits
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 from oracle import CHECKSUM_RUNS, checksum_greedy, checksum_rounds, config, output, run
+from state_tree import StateTree
 
 import funcspec as fs
-from funcspec.errors import DonatedStateError
 
 PROMPTS = [list(prompt) for prompt in CHECKSUM_RUNS]
 
@@ -34,115 +31,16 @@ def begin(target: Any, drafter: Any, prompts: list[list[int]], *, max_tokens: An
 TARGET, DRAFTER, HEAD = feature_pair()
 
 
-@dataclass
-class Node:
-    """A state, how it came about, and what it was worth when it was new."""
+class Tree(StateTree):
+    target, drafter, prompts = TARGET, DRAFTER, PROMPTS
 
-    state: fs.SpecState
-    history: tuple[tuple, ...]
-    value: fs.Snapshot = field(init=False)
+    def same(self, value: fs.Snapshot, other: fs.Snapshot) -> None:
+        same_bits(value, other)
 
-    def __post_init__(self) -> None:
-        self.value = fs.snapshot(self.state)
-        if self.state.lease.phase == "round start":
-            check_features(self.state)
-
-
-def apply(state: fs.SpecState, action: tuple, donate: bool = False) -> fs.SpecState:
-    """One step, by name."""
-    name, *arguments = action
-    if name == "admit":
-        prompt, max_tokens = arguments
-        return fs.admit(state, TARGET, DRAFTER, [PROMPTS[prompt]], seeds=[3], max_tokens=max_tokens, donate=donate)[0]
-    if name == "release":
-        return fs.release(state, [arguments[0]], donate=donate)
-    if name == "truncate":
-        return fs.truncate(state, {arguments[0]: arguments[1]}, donate=donate)
-    if name == "prefill":
-        return fs.prefill(state, DRAFTER, num_draft=list(arguments[0]), donate=donate)[0]
-    if name == "decode":
-        return fs.decode(state, DRAFTER, donate=donate)[0]
-    return fs.verify(state, TARGET, donate=donate)[0]
-
-
-def fresh(history: tuple[tuple, ...], settings_: fs.SpecConfig) -> fs.SpecState:
-    """Replay a history from an empty state, donating all the way: no copy-on-write takes part."""
-    state = fs.init(settings_, TARGET, DRAFTER)
-    for action in history:
-        state = apply(state, action, donate=True)
-    return state
-
-
-class Tree(RuleBasedStateMachine):
-    """Walks a random tree of states; every old state must keep its value and its future."""
-
-    nodes = Bundle("nodes")
-
-    @initialize(target=nodes, block_size=st.sampled_from([2, 4, 16]), prompt=st.integers(0, 2))
-    def begin(self, block_size: int, prompt: int) -> Node:
-        self.config = config(rows=2, length=40, drafts=3, block_size=block_size, num_blocks=2000)
-        first = ("admit", prompt, 30)
-        self.kept: list[Node] = []
-        return self._keep(Node(apply(fs.init(self.config, TARGET, DRAFTER), first), (first,)))
-
-    def _keep(self, node: Node) -> Node:
-        self.kept.append(node)
-        return node
-
-    def _action(self, node: Node, data: st.DataObject) -> tuple:
-        counts, prompts = node.state.num_tokens.tolist(), node.state.prompt_len.tolist()
-        held = [row for row in range(2) if counts[row]]
-        if node.state.lease.phase != "round start":
-            return (data.draw(st.sampled_from(["decode", "decode", "verify", "verify"])),)
-        choices = ["prefill"] * 4 + ["release"] + ["truncate"] * bool(held) + ["admit"] * (len(held) < 2)
-        name = data.draw(st.sampled_from(choices))
-        if name == "admit":
-            return (name, data.draw(st.integers(0, 2)), data.draw(st.sampled_from([1, 4, 30])))
-        if name == "release":
-            return (name, data.draw(st.integers(0, 1)))
-        if name == "truncate":
-            row = data.draw(st.sampled_from(held))
-            return (name, row, data.draw(st.integers(prompts[row] + 1, counts[row])))
-        return (name, tuple(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2))))
-
-    @rule(target=nodes, node=nodes, data=st.data())
-    def step(self, node: Node, data: st.DataObject) -> Node:
-        action = self._action(node, data)
-        return self._keep(Node(apply(node.state, action), (*node.history, action)))
-
-    @rule(target=nodes, node=nodes, data=st.data())
-    def step_twice(self, node: Node, data: st.DataObject) -> Node:
-        action = self._action(node, data)
-        again = Node(apply(node.state, action), (*node.history, action))
-        same_bits(again.value, fs.snapshot(apply(node.state, action)))
-        return self._keep(again)
-
-    @rule(target=nodes, node=nodes)
-    def fork(self, node: Node) -> Node:
-        return self._keep(Node(fs.fork(node.state), node.history))
-
-    @rule(target=nodes, node=consumes(nodes), data=st.data())
-    def donated_step(self, node: Node, data: st.DataObject) -> Node:
-        action = self._action(node, data)
-        new = Node(apply(node.state, action, donate=True), (*node.history, action))
-        self.kept.remove(node)
-        with pytest.raises(DonatedStateError):
-            _ = node.state.tokens
-        return self._keep(new)
-
-    @rule(target=nodes, node=nodes)
-    def restore(self, node: Node) -> Node:
-        return self._keep(Node(fs.restore(node.value), node.history))
-
-    def teardown(self) -> None:
+    def check(self, state: fs.SpecState) -> None:
         assert not HEAD.mistakes
-        for node in getattr(self, "kept", []):
-            same_bits(fs.snapshot(node.state), node.value)
-            same_bits(fs.snapshot(fresh(node.history, self.config)), node.value)
-            for row in range(2):
-                prompt = node.state.tokens[row, : int(node.state.prompt_len[row])].tolist()
-                assert not prompt or output(node.state, row) == checksum_greedy(prompt, len(output(node.state, row)))
-        assert not HEAD.mistakes
+        if state.lease.phase == "round start":
+            check_features(state)
 
 
 Tree.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True)

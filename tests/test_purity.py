@@ -1,135 +1,20 @@
 """States are values: random trees of forks, old-state steps, donated steps and releases against fresh runs."""
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, precondition, rule
 from oracle import checksum_greedy, config, kv_bytes, output, pair, run
+from state_tree import StateTree
 
 import funcspec as fs
-from funcspec.errors import DonatedStateError, PoolExhaustedError
+from funcspec.errors import PoolExhaustedError
 from funcspec.models import ChecksumDraft, ChecksumModel
 
 TARGET, DRAFTER = pair()
 PROMPTS = ([5, 6, 7], [1], [40, 2, 9, 9], [8, 8, 8, 8, 8, 8])
 
 
-@dataclass
-class Node:
-    """A state, how it came about, and what it was worth when it was new."""
-
-    state: fs.SpecState
-    history: tuple[tuple, ...]
-    value: fs.Snapshot | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if self.state.lease.phase != "scored":
-            self.value = fs.snapshot(self.state)
-
-
-def apply(state: fs.SpecState, action: tuple, donate: bool = False) -> fs.SpecState:
-    """One step, by name."""
-    name, *arguments = action
-    if name == "admit":
-        prompt, max_tokens = arguments
-        return fs.admit(state, TARGET, DRAFTER, [PROMPTS[prompt]], seeds=[3], max_tokens=max_tokens, donate=donate)[0]
-    if name == "release":
-        return fs.release(state, [arguments[0]], donate=donate)
-    if name == "prefill":
-        return fs.prefill(state, DRAFTER, num_draft=list(arguments[0]), donate=donate)[0]
-    if name == "decode":
-        return fs.decode(state, DRAFTER, donate=donate)[0]
-    return fs.verify(state, TARGET, donate=donate)[0]
-
-
-def fresh(history: tuple[tuple, ...], settings_: fs.SpecConfig) -> fs.SpecState:
-    """Replay a history from an empty state, donating all the way: no copy-on-write takes part."""
-    state = fs.init(settings_, TARGET, DRAFTER)
-    for action in history:
-        state = apply(state, action, donate=True)
-    return state
-
-
-class Tree(RuleBasedStateMachine):
-    """Walks a random tree of states; every old state must keep its value and its future."""
-
-    nodes = Bundle("nodes")
-
-    @initialize(target=nodes, block_size=st.sampled_from([2, 4, 16]), prompt=st.integers(0, 3))
-    def begin(self, block_size: int, prompt: int) -> Node:
-        self.config = config(rows=2, length=40, drafts=3, block_size=block_size, num_blocks=2000)
-        first = ("admit", prompt, 30)
-        self.kept: list[Node] = []
-        return self._keep(Node(apply(fs.init(self.config, TARGET, DRAFTER), first), (first,)))
-
-    def _keep(self, node: Node) -> Node:
-        self.kept.append(node)
-        return node
-
-    def _action(self, node: Node, data: st.DataObject) -> tuple | None:
-        phase = node.state.lease.phase
-        choices = ["release"] if phase == "round start" else []
-        if phase == "round start":
-            choices += ["prefill"] * 4
-            if 0 in node.state.num_tokens.tolist():
-                choices.append("admit")
-        else:
-            choices += ["decode", "decode", "verify", "verify"]
-        name = data.draw(st.sampled_from(choices))
-        if name == "admit":
-            return (name, data.draw(st.integers(0, 3)), data.draw(st.integers(1, 30)))
-        if name == "release":
-            return (name, data.draw(st.integers(0, 1)))
-        if name == "prefill":
-            return (name, tuple(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2))))
-        return (name,)
-
-    @rule(target=nodes, node=nodes, data=st.data())
-    def step(self, node: Node, data: st.DataObject) -> Node:
-        action = self._action(node, data)
-        return self._keep(Node(apply(node.state, action), (*node.history, action)))
-
-    @rule(target=nodes, node=nodes, data=st.data())
-    def step_twice(self, node: Node, data: st.DataObject) -> Node:
-        action = self._action(node, data)
-        again = Node(apply(node.state, action), (*node.history, action))
-        assert again.value == fs.snapshot(apply(node.state, action))
-        return self._keep(again)
-
-    @rule(target=nodes, node=nodes)
-    def fork(self, node: Node) -> Node:
-        return self._keep(Node(fs.fork(node.state), node.history))
-
-    @rule(target=nodes, node=consumes(nodes), data=st.data())
-    def donated_step(self, node: Node, data: st.DataObject) -> Node:
-        action = self._action(node, data)
-        new = Node(apply(node.state, action, donate=True), (*node.history, action))
-        self.kept.remove(node)
-        with pytest.raises(DonatedStateError):
-            _ = node.state.tokens
-        return self._keep(new)
-
-    @precondition(lambda self: len(self.kept) > 1)
-    @rule(node=consumes(nodes))
-    def forget(self, node: Node) -> None:
-        self.kept.remove(node)
-
-    @rule(target=nodes, node=nodes)
-    def restore(self, node: Node):
-        if node.value is None:
-            return multiple()
-        return self._keep(Node(fs.restore(node.value), node.history))
-
-    def teardown(self) -> None:
-        for node in getattr(self, "kept", []):
-            assert fs.snapshot(node.state) == node.value, "an old state changed"
-            replayed = fresh(node.history, self.config)
-            assert fs.snapshot(replayed) == node.value, "a branch differs from a fresh run"
-            for row in range(2):
-                prompt = node.state.tokens[row, : int(node.state.prompt_len[row])].tolist()
-                assert output(node.state, row) == checksum_greedy(prompt, len(output(node.state, row))) or not prompt
+class Tree(StateTree):
+    target, drafter, prompts = TARGET, DRAFTER, PROMPTS
 
 
 Tree.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
