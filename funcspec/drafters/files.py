@@ -103,7 +103,7 @@ def read_draft(path: Path, target: Llama) -> tuple[dict[str, str], dict[str, tor
         refuse("path", 'token ids [N] int32 as "token_ids"', "none" if ids is None else f"{ids.dtype} {tuple(ids.shape)}", fix, FileError)
     if about["kind"] in ("parallel", "dflash") and not about.get("mask_id", "").isdigit():
         refuse("path", "a mask_id", repr(about.get("mask_id"))[:60], fix, FileError)
-    layers = json.loads(about["target_layers"])
+    layers = tuple(json.loads(about["target_layers"]))
     if max(layers, default=0) > target.num_layers or int(ids.max()) >= target.vocab_size:
         found = f"one of {target.num_layers} layers and {target.vocab_size} tokens"
         expected = f"a target with hidden states {layers} and token {int(ids.max())}"
