@@ -1,7 +1,7 @@
 """Every drafter there is, small and random, for the tiny target of `one_pass`; and what tests over all of them share."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -109,6 +109,21 @@ OF_OTHERS: dict[str, Callable[[], Drafter]] = {"argmax": lambda: drafters.argmax
 """Drafters that are others of these, changed."""
 
 NAMES = sorted(ALL | OF_OTHERS)
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A drafter, model or part of one, made anew with what `change` gives for its parts; None leaves a part to its own parts."""
+    new = change(value)
+    if new is not None:
+        return new
+    if isinstance(value, Mapping):
+        return {name: rebuilt(item, change) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(rebuilt(item, change) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {one.name: rebuilt(getattr(value, one.name), change) for one in dataclasses.fields(value) if one.init}
+        return dataclasses.replace(value, **parts)
+    return value
 
 
 def of_model(name: str, ids: torch.Tensor | None = None, **changes: int) -> Drafter:

@@ -1,5 +1,6 @@
 """One case of a golden archive, how it is run on each backend, and what is compared."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,15 @@ class Case:
     written: Mapping[str, np.ndarray]
     backend: str = "reference"
     device: str = "cpu"
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], backend: str = "reference", device: str = "cpu") -> "Case":
+        """A case of its arrays in an archive."""
+        groups = [
+            {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
+            for kind in ("in/", "out/", "written/")
+        ]
+        return cls(frozenset(json.loads(str(arrays["meta"]))["tags"]), *groups, backend, device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A private copy of an input."""

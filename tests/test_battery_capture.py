@@ -1,12 +1,10 @@
 """Rounds of every drafter as one CUDA graph: what they emit is what eager rounds emit."""
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from all_drafters import NAMES, made
+from all_drafters import NAMES, made, rebuilt
 from one_pass import HEAT, PROMPTS, SEEDS, TARGET
 from oracle import config, output
 
@@ -17,15 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def on_gpu(value: Any) -> Any:
     """The same model or drafter with its tensors on the GPU."""
-    if isinstance(value, torch.Tensor):
-        return value.cuda()
-    if isinstance(value, Mapping):
-        return {name: on_gpu(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(on_gpu, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{one.name: on_gpu(getattr(value, one.name)) for one in dataclasses.fields(value) if one.init})
-    return value
+    return rebuilt(value, lambda part: part.cuda() if isinstance(part, torch.Tensor) else None)
 
 
 @pytest.mark.parametrize("rule", [fs.rules.coupled, fs.rules.ratio], ids=repr)

@@ -188,7 +188,7 @@ def test_several_kinds_are_trained_on_the_same_texts(tmp_path: Path) -> None:
     kinds = ("medusa", "mtp", "parallel", "dflash")
     arguments = [argument for kind in (*kinds, "mtp") for argument in ("--kind", kind)]
     for name, value in {
-        "target": folder, "out": out, "minutes": 0.12, "passages": 3, "rows": 8, "new": 20, "batch": 4, "cuts": 4, "output-rows": 100,
+        "target": folder, "out": out, "minutes": 0.24, "passages": 3, "rows": 8, "new": 20, "batch": 4, "cuts": 4, "output-rows": 100,
         "mask-id": 2, "evaluate-tokens": 4,
     }.items():  # fmt: skip
         arguments += [f"--{name}", str(value)]
@@ -198,11 +198,11 @@ def test_several_kinds_are_trained_on_the_same_texts(tmp_path: Path) -> None:
     for kind in kinds:
         report = json.loads((out / kind / "report.json").read_text())
         assert report["kind"] == kind
-        assert report["training"]["steps"] > 0  # how many is up to the machine
+        assert report["training"]["steps"] > 5
         assert len(report["training"]["loss_by_draft"]) == 3
         assert [len(report["evaluation"][part]) for part in ("text", "chat")] == [(5 if kind == "mtp" else 3) + 1] * 2
         times.append(report["training"]["seconds"])
         drafter = load(out / kind, model)
         config = fs.SpecConfig(max_num_reqs=1, max_model_len=64, num_speculative_tokens=3, rule=fs.rules.greedy)
         assert sum(statistics(fs.generate(config, model, drafter, [[5, 6, 7]], max_tokens=12), 3).drafted) > 5
-    assert max(times) < 3 * min(times)
+    assert max(times) < 2 * min(times)

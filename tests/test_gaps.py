@@ -5,14 +5,12 @@ A kernel that addresses an array as if it had no gaps reads other entries than t
 
 import contextlib
 import importlib
-import json
 import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from all_drafters import ALL, made
@@ -29,13 +27,18 @@ from funcspec.kernels.rope_positions import rope_positions_
 from funcspec.kernels.slot_mapping import compute_slot_mapping_
 from funcspec.noise import TARGET as TARGET_STREAM
 
-from .golden_adapters import ADAPTERS
 from .golden_case import Case
+from .test_golden import archive, runs
 
 CALLS = 6
 """Recorded calls of one kernel; they are spread over what calls it."""
 
 Call = dict[str, Any]
+
+
+def copied(call: Call, device: str | None = None) -> Call:
+    """Private copies of all arrays, perhaps on another device."""
+    return {name: value.to(device or value.device, copy=True) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
 
 
 @cache
@@ -66,7 +69,7 @@ def recorded() -> dict[str, list[Call]]:
     def note(op: Op, *, backend: str | None = None, **arguments: Any) -> None:
         kept = calls.setdefault(op.name, [])
         if len(kept) < CALLS * 40:
-            kept.append({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()})
+            kept.append(copied(arguments))
         real(op, backend=backend, **arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -82,19 +85,11 @@ def recorded() -> dict[str, list[Call]]:
 
 def golden(path: Path) -> None:
     """Some cases of an archive."""
-    with np.load(path, allow_pickle=False) as file:
-        count = json.loads(str(file["meta"]))["num_cases"]
-        for number in range(0, count, max(count // 4, 1)):
-            key = f"case{number:03d}"
-            tags = frozenset(json.loads(str(file[f"{key}/meta"]))["tags"])
-            groups = [
-                {name.split("/", 2)[2]: file[name] for name in file.files if name.startswith(f"{key}/{kind}/")}
-                for kind in ("in", "out", "written")
-            ]
-            for adapter in ADAPTERS[path.stem]:
-                if not adapter.is_host and (adapter.covers is None or adapter.covers(tags, groups[0].__getitem__)):
-                    with contextlib.suppress(ArgumentError):  # cases that no correct pipeline produces
-                        adapter.run(Case(tags, *groups))
+    cases = runs(path)
+    for key, _, adapter in cases[:: max(len(cases) // 8, 1)]:
+        if not adapter.is_host:
+            with contextlib.suppress(ArgumentError):  # cases that no correct pipeline produces
+                adapter.run(Case.of(archive(path)[key]))
 
 
 def direct() -> None:
@@ -138,21 +133,11 @@ def with_gaps(array: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "transposed", array.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def own(call: Call) -> Call:
-    """Private copies of all arrays."""
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-
-
-def placed(call: Call, device: str) -> Call:
-    """The same call on a device."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-
-
 @pytest.mark.parametrize("name", sorted(every_op()))
 def test_arrays_with_gaps_are_refused_or_right(name: str, backend: str, kernel_device: str) -> None:
     op, layouts = every_op()[name], 0
-    for call in (placed(call, kernel_device) for call in recorded()[name]):
-        plain = own(call)
+    for call in (copied(call, kernel_device) for call in recorded()[name]):
+        plain = copied(call)
         op(**plain, backend=backend)  # type: ignore[arg-type]
         for argument, array in call.items():
             if not isinstance(array, torch.Tensor) or array.dim() == 0 or array.numel() < 2:
@@ -161,7 +146,7 @@ def test_arrays_with_gaps_are_refused_or_right(name: str, backend: str, kernel_d
                 if odd.is_contiguous():
                     continue
                 layouts += 1
-                given, label = own(call) | {argument: odd}, f"{argument}, {layout}"
+                given, label = copied(call) | {argument: odd}, f"{argument}, {layout}"
                 assert torch.equal(odd, array)
                 try:
                     op(**given, backend=backend)  # type: ignore[arg-type]

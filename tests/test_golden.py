@@ -86,19 +86,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_golden(golden_case: tuple[Path, str, Adapter], golden_backend: str) -> None:
     path, key, adapter = golden_case
-    arrays = archive(path)[key]
-
-    def group(prefix: str) -> dict[str, np.ndarray]:
-        return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-
-    case = Case(
-        tags=frozenset(json.loads(str(arrays["meta"]))["tags"]),
-        inputs=group("in/"),
-        outputs=group("out/"),
-        written=group("written/"),
-        backend=golden_backend if golden_backend in ("reference", "lift") else "triton",
-        device="cuda" if golden_backend == "cuda" else "cpu",
-    )
+    backend = golden_backend if golden_backend in ("reference", "lift") else "triton"
+    case = Case.of(archive(path)[key], backend, "cuda" if golden_backend == "cuda" else "cpu")
     try:
         adapter.run(case)
     except (ArgumentError, jax.errors.JaxRuntimeError):
