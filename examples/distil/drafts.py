@@ -86,17 +86,16 @@ def resume(path: Path, target: Llama, depth: int = 3, cuts: int = 32) -> tuple[S
         FileError: the file is missing, or is no such draft.
         ModelError: it is a draft for another target.
     """
-    about, tensors = read_draft(path, target)
-    ids, layers = tensors.pop("token_ids"), tuple(json.loads(about["target_layers"]))
-    kind, mask_id = about["kind"], int(about.get("mask_id", 0))
-    taken = tuple(range(sum(name.endswith(".qkv") for name in tensors))) if kind in ("standalone", "parallel") else layers
-    student = student_of(target, kind, taken, len(tensors["blocks"]) if kind == "medusa" else depth, mask_id, cuts)
-    shapes, found = ({name: tuple(value.shape) for name, value in those.items()} for those in (student.parameters, tensors))
+    saved = read_draft(path, target)
+    kind, weights = saved.kind, saved.weights
+    taken = tuple(range(sum(name.endswith(".qkv") for name in weights))) if kind in ("standalone", "parallel") else saved.layers
+    student = student_of(target, kind, taken, len(weights["blocks"]) if kind == "medusa" else depth, saved.mask_id, cuts)
+    shapes, found = ({name: tuple(value.shape) for name, value in those.items()} for those in (student.parameters, weights))
     if shapes != found:
         name = min(name for name in shapes | found if shapes.get(name) != found.get(name))
         refuse("path", f"{shapes.get(name)} for {name!r}", found.get(name), "start from a draft of this target", ModelError)
-    student.parameters = {name: value.to(target.device, torch.float32) for name, value in tensors.items()}
-    return student, ids
+    student.parameters = {name: value.to(target.device, torch.float32) for name, value in weights.items()}
+    return student, saved.token_ids
 
 
 def load(folder: Path, target: Llama) -> Drafter:

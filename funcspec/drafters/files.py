@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,31 @@ def load_draft(path: str | os.PathLike[str], target: Llama) -> Drafter:
         refuse("target", "a Llama of torch", type_name(target), "build the draft's model and drafter by hand", ArgumentTypeError)
     if not isinstance(path, str | os.PathLike):
         refuse("path", "the name of a file", type_name(path), "pass a str or a Path", ArgumentTypeError)
-    about, tensors = read_draft(Path(path), target)
-    kind, layers, token_ids = about["kind"], tuple(json.loads(about["target_layers"])), tensors.pop("token_ids")
-    weights = {name: value.to(target.device, target.dtype) for name, value in tensors.items()}
-    return _drafter(kind, layers, int(about.get("mask_id", 0)), weights, token_ids.to(target.device), target)
+    return _drafter(read_draft(Path(path), target), target)
 
 
-def _drafter(
-    kind: str, layers: tuple[int, ...], mask_id: int, weights: Mapping[str, torch.Tensor], token_ids: torch.Tensor, target: Llama
-) -> Drafter:
+@dataclass(frozen=True)
+class SavedDraft:
+    """What lies in a file.
+
+    Attributes:
+        kind: one of `KINDS`.
+        layers: hidden states of the target that the draft reads.
+        mask_id: what masks hold, 0 for kinds without them.
+        token_ids: [N] int32 the tokens that the draft foresees.
+        weights: all other tensors, by name.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    mask_id: int
+    token_ids: torch.Tensor
+    weights: Mapping[str, torch.Tensor]
+
+
+def _drafter(saved: SavedDraft, target: Llama) -> Drafter:
+    kind, layers, mask_id, token_ids = saved.kind, saved.layers, saved.mask_id, saved.token_ids.to(target.device)
+    weights = {name: value.to(target.device, target.dtype) for name, value in saved.weights.items()}
     outputs = target.weights.get("head", target.weights["embed"])[token_ids.long()]
     if kind == "medusa":
         heads: Any = MedusaHeads({**weights, "outputs": outputs[None]}, layers[0])
@@ -79,11 +95,8 @@ def _drafter(
     return (mtp if kind == "mtp" else eagle)(head, token_ids)
 
 
-def read_draft(path: Path, target: Llama) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def read_draft(path: Path, target: Llama) -> SavedDraft:
     """Read a file of a draft, as `load_draft` describes it.
-
-    Returns:
-        its metadata, and its tensors as they lie in the file, "token_ids" among them.
 
     Raises:
         FileError: the file is missing, or is no such draft.
@@ -98,7 +111,7 @@ def read_draft(path: Path, target: Llama) -> tuple[dict[str, str], dict[str, tor
         refuse("path", "a safetensors file", str(error)[:120], fix, FileError)
     if about.get("kind") not in KINDS or "target_layers" not in about:
         refuse("path", f"a draft of a kind among {', '.join(KINDS)}", repr(about.get("kind"))[:60], fix, FileError)
-    ids = tensors.get("token_ids")
+    ids = tensors.pop("token_ids", None)
     if ids is None or ids.dtype != torch.int32 or ids.ndim != 1 or not len(ids) or int(ids.min()) < 0:
         refuse("path", 'token ids [N] int32 as "token_ids"', "none" if ids is None else f"{ids.dtype} {tuple(ids.shape)}", fix, FileError)
     if about["kind"] in ("parallel", "dflash") and not about.get("mask_id", "").isdigit():
@@ -108,7 +121,7 @@ def read_draft(path: Path, target: Llama) -> tuple[dict[str, str], dict[str, tor
         found = f"one of {target.num_layers} layers and {target.vocab_size} tokens"
         expected = f"a target with hidden states {layers} and token {int(ids.max())}"
         refuse("target", expected, found, "load the draft for the target that it was trained for", ModelError)
-    return about, tensors
+    return SavedDraft(about["kind"], layers, int(about.get("mask_id", 0)), ids, tensors)
 
 
-__all__ = ["KINDS", "load_draft", "read_draft"]
+__all__ = ["KINDS", "SavedDraft", "load_draft", "read_draft"]

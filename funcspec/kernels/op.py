@@ -29,9 +29,9 @@ class Op:
         name: the operation's name.
         writes: names of the arguments it writes; all others are only read.
         triton: the Triton launcher.
+        reference: the same contract in plain torch; the specification.
         strided: names of the arguments whose last dimension alone must have no gaps: the kernel is told how far the others lie
             apart. In all other arguments every entry must lie behind the one before it.
-        reference: the same contract in plain torch; the specification.
         host: the same contract on NumPy views of CPU tensors, row by row. For the few rows a CPU decodes, the small integer
             work of a round is mostly the overhead of calls, and this has the least. It serves arguments with up to
             `HOST_ROWS` rows of `tokens`; more rows go to the reference.
